@@ -23,7 +23,7 @@ def build(recipe: str, target: str, folder: Path) -> dict[str, Any]:
     """Build once, here; what it took."""
     from benchmarks.gpu_e2e import empty_checkpoint
     from qcompile import pipeline, targets
-    from qcompile.codegen.backend import backend_of
+    from qcompile.pipeline import backend_of
 
     empty_checkpoint(folder)
     started = time.perf_counter()

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from qcompile import targets
-from qcompile.codegen.gpu.compile import Kernel, compile_kernel
+from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gpu
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, MIX_ROWS, pack_gpu
 from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.codegen.gpu.gemm.tiles import choose
+from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.sizes import round_up
 from qcompile.formats.activations import activation_format
 from qcompile.formats.mixed import MIX_4_8

@@ -29,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import facts, this_target
 from qcompile import pipeline, targets
-from qcompile.codegen.backend import backend_of
+from qcompile.pipeline import backend_of
 from qcompile.runtime.cuda.driver import driver
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.speculate import CudaSpeculator

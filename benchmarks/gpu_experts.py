@@ -26,11 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.gpu_common import facts, launch, this_target
 from qcompile import ops
-from qcompile.codegen.gpu.compile import Kernel, compile_all
-from qcompile.codegen.gpu.gemm import expert_tiles
+from qcompile.codegen.gpu.compile import compile_all
 from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
+from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
+from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
 from qcompile.formats.activations import activation_format, dequantize_activation
@@ -87,7 +88,7 @@ def spec_of(format: str, rows: int, k: int, by_slot: bool, gated: str, tokens: i
     experts = gemm.Experts(EXPERTS, SLOTS, by_slot, SLOTS * width, STRIDE)
     options: dict[str, Any] = {"out": "f32", "width": width, "gated": gated, "experts": experts}
     grouped = FORMATS[format][1] == "int8_g128"
-    tile = expert_tiles.choose(format, rows, k, tokens, TUNED_ON)
+    tile = tiles.choose_for_experts(format, rows, k, tokens, TUNED_ON)
     return gemm.KernelSpec(format, EXPERTS * rows, k, tile, x_groups=grouped, **options)
 
 

@@ -27,10 +27,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import Launch, facts, graph_us, launch
-from qcompile.codegen.gpu.gemm import expert_tiles, tiles
 from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
-from qcompile.codegen.gpu.gemm.pack import pack_gpu, padded_inputs
+from qcompile.codegen.gpu.gemm import tiles
+from qcompile.codegen.gpu.gemm.pack import pack_gpu
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import TunedFor, entry_line
@@ -38,7 +38,7 @@ from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.router import BlocksSpec
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
-from qcompile.formats.registry import gpu_kernel, weight_format
+from qcompile.formats.registry import gpu_kernel, gpu_packing, weight_format
 from qcompile.targets import TUNED_ON
 
 FORMATS = {  # of kernels, with their packings and activations
@@ -94,7 +94,7 @@ def spec_of(format: str, weight: Weight, tile: Tile) -> KernelSpec:
     width = weight.rows // 2 if gated else weight.rows
     experts = gemm.Experts(weight.experts, weight.slots, weight.by_slot, weight.slots * width, STRIDE)
     packing, activation = FORMATS[format]
-    k = padded_inputs(weight.k, packing)
+    k = gpu_packing(packing).padded_inputs(weight.k)
     options: dict[str, Any] = {"out": "f32", "width": width, "gated": gated, "experts": experts}
     return KernelSpec(format, weight.experts * weight.rows, k, tile, x_groups=activation == "int8_g128", **options)
 
@@ -102,8 +102,8 @@ def spec_of(format: str, weight: Weight, tile: Tile) -> KernelSpec:
 def specs_of(job: Job) -> list[KernelSpec]:
     """The kernel that plans have, first, and the others."""
     format, weight, tokens = job
-    k = padded_inputs(weight.k, FORMATS[format][0])
-    found = [spec_of(format, weight, expert_tiles.choose(format, weight.rows, k, tokens, TUNED_ON))]
+    k = gpu_packing(FORMATS[format][0]).padded_inputs(weight.k)
+    found = [spec_of(format, weight, tiles.choose_for_experts(format, weight.rows, k, tokens, TUNED_ON))]
     floats = found[0].layout.float_x  # whose sums are as exact as the tensor cores' instruction, which goes by the tile
     for tile in candidates(format, k, tokens):
         fitted = tiles.fit_tile(format, weight.rows, k, tile, TUNED_ON)
@@ -155,7 +155,7 @@ class Problem:
     def __init__(self, format: str, weight: Weight) -> None:
         packing, self.activation = FORMATS[format]
         self.weight = weight
-        self.k = padded_inputs(weight.k, packing)
+        self.k = gpu_packing(packing).padded_inputs(weight.k)
         parts = [
             pack_gpu(weight_format(kind).quantize(torch.randn(weight.rows, weight.k, device="cuda") * 0.05), packing)
             for kind in [packing.removesuffix("_int8")]

@@ -1,4 +1,7 @@
-"""Code generation by kind of target: the packing of weights, the kernels, and their compiler."""
+"""What code generation for a kind of target is: the packing of weights, the kernels, and their compiler.
+
+The backends are codegen/cpu/build.py and codegen/gpu/build.py; pipeline.py chooses one by the target.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Event
 
-from qcompile.artifact.abi import CPU_ABI, GPU_ABI
-from qcompile.codegen.cpu import build as cpu_build
-from qcompile.codegen.cpu import compiler
-from qcompile.codegen.gpu import build as gpu_build
-from qcompile.codegen.gpu.compile import triton_version
-from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
-from qcompile.codegen.packing import CPU_PACKING, Packing
+from qcompile.codegen.packing import Packing
 from qcompile.codegen.program import Program
 from qcompile.targets import Target
 
@@ -55,26 +52,3 @@ class Backend:
     prepare: Callable[[Programs, Target, bool], CompileFiles]
     adapt: Callable[[Program], Program] = _unchanged
     check: Callable[[Programs, Target], object] = _accept
-
-
-def _triton() -> str:
-    return f"triton {triton_version()}"
-
-
-_BACKENDS = {
-    "cpu": Backend(cpu_build.SUFFIX, CPU_ABI, CPU_PACKING, compiler.version, cpu_build.prepare),
-    "cuda": Backend(
-        gpu_build.SUFFIX,
-        GPU_ABI,
-        GPU_PACKING,
-        _triton,
-        gpu_build.prepare,
-        adapt=gpu_build.adapted,
-        check=gpu_build.plan,
-    ),
-}
-
-
-def backend_of(target: Target) -> Backend:
-    """The backend of a target's kind."""
-    return _BACKENDS[target.kind]

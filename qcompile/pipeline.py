@@ -27,7 +27,9 @@ from qcompile.calibration import CalibrationSource
 from qcompile.checkpoints import frontend
 from qcompile.checkpoints.tokenizer_files import tokenizer_files
 from qcompile.clock import Clock, Progress, silent
-from qcompile.codegen.backend import Files, backend_of
+from qcompile.codegen.backend import Backend, Files
+from qcompile.codegen.cpu import build as cpu_build
+from qcompile.codegen.gpu import build as gpu_build
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import PackedWeight, WeightTable, stream
 from qcompile.codegen.program import Program
@@ -40,6 +42,14 @@ from qcompile.passes.schedule import Schedule, separate_draft_passes
 from qcompile.report import figures, ir
 from qcompile.report.bits import bits_per_weight
 from qcompile.report.page import PageWriter
+
+BACKENDS: Mapping[str, Backend] = {"cpu": cpu_build.BACKEND, "cuda": gpu_build.BACKEND}
+"""Code generation by the kind of target."""
+
+
+def backend_of(target: targets.Target) -> Backend:
+    """Code generation for `target`."""
+    return BACKENDS[target.kind]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from qcompile.cli.app import app
+from qcompile.__main__ import app
 from qcompile.passes.schedule import PASSES
 from qcompile.recipes import RECIPES
 from qcompile.runtime.options import LoadOptions
@@ -46,7 +46,7 @@ def test_every_load_option_is_described() -> None:
 
 def test_every_command_and_option_is_described() -> None:
     page = text("docs/cli.md")
-    group: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(app())
     missing = [name for name in group.commands if f"\n## {name}\n" not in page]
     for name, command in group.commands.items():
         for option in (one for one in command.params if one.param_type_name == "option" and not one.hidden):

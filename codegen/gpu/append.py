@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qcompile.codegen.calls import NormHeads
-from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.kv_pages import GpuKV, page_arguments
 from qcompile.codegen.sizes import power_of_two
 from qcompile.formats.kv import HIER_GROUP, RING_GROUPS

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS
-from qcompile.codegen.gpu.compile import Argument, Kernel, render_template, result_argument
+from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template, result_argument
 from qcompile.codegen.gpu.kv_pages import GpuKV, page_arguments
 from qcompile.codegen.gpu.operands import Grid, GridSize
 from qcompile.codegen.sizes import power_of_two

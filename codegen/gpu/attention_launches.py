@@ -13,11 +13,10 @@ from qcompile.codegen.gpu.attention import AttentionSpec
 from qcompile.codegen.gpu.attention_merge import MergeSpec
 from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS, MOST_QUERIES
 from qcompile.codegen.gpu.attention_variants import far_variants, for_queries, prefill_variants
-from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
+from qcompile.codegen.gpu.context import PlanContext, amax_ref, single_launch, weight_refs
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
 from qcompile.codegen.gpu.operands import CacheRef, CountRef, Grid, GridSize, InputRef, Operands, ScratchRef
-from qcompile.codegen.gpu.row_launches import amax_ref
 from qcompile.errors import UnsupportedError
 from qcompile.formats.kv import HIER_GROUP
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS
-from qcompile.codegen.gpu.compile import Argument, Kernel, render_template, result_argument
+from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template, result_argument
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.sizes import power_of_two
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from threading import Event
 from typing import Any
 
-from qcompile.codegen.gpu.compile import Compiled, Kernel, compile_all, triton_version
+from qcompile.artifact.abi import GPU_ABI
+from qcompile.codegen.backend import Backend, CompileFiles, Files
+from qcompile.codegen.gpu.compile import Compiled, compile_all, triton_version
 from qcompile.codegen.gpu.fill import padded_program
+from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
+from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.launches import LaunchPlan
 from qcompile.codegen.gpu.plan import kv_of, make_plan
 from qcompile.codegen.gpu.rounds import lookup_launch, round_launches
@@ -21,10 +25,8 @@ from qcompile.targets import Target
 SUFFIX = ".plan.json"
 """Suffix of the file with a path's plan."""
 
-Files = dict[str, str | bytes]
 
-
-def prepare(programs: Mapping[str, Program], target: Target, lookup: bool = False) -> Callable[[Event | None], Files]:
+def prepare(programs: Mapping[str, Program], target: Target, lookup: bool = False) -> CompileFiles:
     """Plan the program of each path for `target`, the verifier's (`model`) first; `lookup`: n-gram lookup drafts.
 
     Needs no GPU. The function returned compiles the plans into the files of kernels/<target>: machine code, PTX and
@@ -98,3 +100,12 @@ def _report(label: str, kernel: Compiled) -> dict[str, Any]:
 def adapted(program: Program) -> Program:
     """`program` with the KV page layout of GPU kernels, and with rows padded where GEMMs read whole blocks."""
     return replace(padded_program(program), kv=replace(program.kv, own_block_bytes=kv_of(program).block_bytes))
+
+
+def compiler() -> str:
+    """The compiler's name and version. ResourceError if it is not installed."""
+    return f"triton {triton_version()}"
+
+
+BACKEND = Backend(SUFFIX, GPU_ABI, GPU_PACKING, compiler, prepare, adapt=adapted, check=plan)
+"""Code generation for NVIDIA GPUs."""

@@ -1,7 +1,7 @@
 """Compile Triton source ahead of time, with or without a GPU, and cache the results.
 
-A Kernel is source text and launch parameters; `compile_kernel` returns the cubin that an artifact contains, from the
-cache ($QCOMPILE_CACHE) if possible. The cache key covers everything that determines the bytes.
+`compile_kernel` returns the cubin that an artifact contains, from the cache ($QCOMPILE_CACHE) if possible. The cache
+key covers everything that determines the bytes.
 """
 
 from __future__ import annotations
@@ -19,66 +19,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from threading import Event
 from types import ModuleType
-from typing import Any, NamedTuple
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from typing import Any
 
 from qcompile import user_cache
 from qcompile.codegen import children
 from qcompile.codegen.gpu import sass
+from qcompile.codegen.gpu.kernel import ANY_CAPABILITY, Argument, Kernel
 from qcompile.errors import ResourceError, UnsupportedError
 
-_TEMPLATES = Path(__file__).parent / "templates"
 _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
 _CACHE_VERSION = 5
-ANY_CAPABILITY = "tl.constexpr(0)  # the compute capability, where known"
-"""A placeholder in sources that depend on the compute capability; Triton only knows that of a GPU it can see."""
-
-
-class Argument(NamedTuple):
-    """A kernel argument: its name, and its type in Triton's notation."""
-
-    name: str
-    type: str
-
-
-def result_argument(dtype: str) -> Argument:
-    """The argument `out` of a kernel with results in `dtype`, f32 or bf16."""
-    return Argument("out", "*bf16" if dtype == "bf16" else "*fp32")
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel as Triton source: the function `name` in `source`, launched with `arguments`.
-
-    With `pdl` (from sm_90 on) it is launched by programmatic dependent launch: it may start before the preceding kernel
-    has ended, and waits for that itself. Without `fusion` the compiler fuses only multiply-adds written as fma.
-    A thread has at most `most_registers` registers, if not 0.
-    """
-
-    name: str
-    source: str
-    arguments: tuple[Argument, ...]
-    warps: int = 4
-    stages: int = 3
-    pdl: bool = False
-    fusion: bool = True
-    most_registers: int = 0
-
-    @property
-    def label(self) -> str:
-        """A unique file name for what is compiled from it."""
-        return _label(self)
-
-
-@cache
-def _label(kernel: Kernel) -> str:
-    how = f"{kernel.warps} {kernel.stages} {kernel.pdl} {kernel.fusion} {kernel.most_registers}"
-    text = "\0".join((kernel.source, str(kernel.arguments), how))
-    return f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 @dataclass(frozen=True)
@@ -92,22 +44,6 @@ class Compiled:
     spill_bytes: int
     threads: int
     matrix: tuple[str, ...]
-
-
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-
-
-def render_template(template: str, /, **values: Any) -> str:
-    """Triton source from a template in templates/triton; undefined names are errors."""
-    return _environment().get_template(template).render(**values)
 
 
 def load(kernel: Kernel, capability: int = 0) -> Any:

@@ -7,10 +7,10 @@ from typing import Literal
 
 from qcompile.codegen.buffers import Buffer
 from qcompile.codegen.gpu.attention_splits import SplitLimits
-from qcompile.codegen.gpu.compile import Kernel
+from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.launches import Launch, Variant
-from qcompile.codegen.gpu.operands import ActivationRef, Grid, Operands, WeightRef
+from qcompile.codegen.gpu.operands import ActivationRef, Grid, Operands, ScratchRef, WeightRef
 from qcompile.codegen.program import Program
 from qcompile.targets import Target
 
@@ -62,3 +62,8 @@ def weight_refs(**weights: str | None) -> Operands:
 def single_launch(name: str, by: str, kernel: Kernel, grid: Grid, args: Operands) -> Launch:
     """A launch with one variant, for any number of rows."""
     return Launch(name, by, (Variant(kernel, grid, args),))
+
+
+def amax_ref(parts: int) -> ScratchRef:
+    """Scratch memory for the largest magnitude of each part of a row."""
+    return ScratchRef("amax", 4 * parts, ("tokens",))

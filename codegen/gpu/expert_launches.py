@@ -12,10 +12,9 @@ from typing import Any
 from qcompile import ops
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
-from qcompile.codegen.gpu.gemm import expert_tiles
 from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
-from qcompile.codegen.gpu.gemm.pack import kernel_of, packing_of
+from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, GridSize, Operand, Operands, ScratchRef
@@ -23,6 +22,7 @@ from qcompile.codegen.gpu.router import BlocksSpec
 from qcompile.codegen.gpu.row_launches import norm_fields, row_launch, row_spec
 from qcompile.codegen.gpu.rows import RowSpec
 from qcompile.formats.activations import activation_format
+from qcompile.formats.registry import kernel_of, packing_of
 from qcompile.formats.rounding import groups_of
 
 SMALL_BLOCK, LARGE_BLOCK = DECODE_TOKENS, 64
@@ -135,7 +135,7 @@ def _slot_kernel(context: PlanContext, c: fused.SlotGemm, tokens: int) -> gemm.K
     """The kernel with `tokens` slots per program; 1: a GEMV."""
     call = c.gemm
     format = kernel_of(packing_of(call.format, call.activation), call.activation)
-    tile = expert_tiles.choose(format, call.rows, c.inputs.padded_k, tokens, context.rendered_for)
+    tile = tiles.choose_for_experts(format, call.rows, c.inputs.padded_k, tokens, context.rendered_for)
     if not context.inline_asm and tokens == 1:  # the interpreter runs programs serially
         tile = replace(tile, rows=32)
     strides = context.buffer(call.out).stride, context.buffer(call.index).stride

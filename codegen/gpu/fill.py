@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from qcompile.codegen.buffers import Buffer
 from qcompile.codegen.calls import Gemm, Route
-from qcompile.codegen.gpu.gemm.pack import packing_of, padded_inputs
 from qcompile.codegen.program import Program
 from qcompile.codegen.sizes import round_up
-from qcompile.formats.registry import weight_format
+from qcompile.formats.registry import gpu_packing, packing_of, weight_format
 
 ALIGNMENT = 64
 """Buffers begin at multiples of this many bytes per row."""
@@ -51,7 +50,7 @@ def _strides(program: Program) -> Mapping[str, int]:
         if isinstance(call, Gemm) and not weight_format(call.format).gpu.row_major:
             x = program.buffer(call.x)
             packing = call.packing or packing_of(call.format, x.activation if x.dtype == "q8" else x.dtype)
-            stride = padded_inputs(call.k, packing)
+            stride = gpu_packing(packing).padded_inputs(call.k)
             if stride != x.stride:
                 strides[x.name] = max(strides.get(x.name, 0), stride)
     return strides

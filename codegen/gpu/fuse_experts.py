@@ -10,10 +10,9 @@ from dataclasses import replace
 
 from qcompile.codegen.calls import Call, ExpertGemm, Norm
 from qcompile.codegen.gpu import fused
-from qcompile.codegen.gpu.gemm.pack import is_row_major, kernel_of, packing_of, padded_inputs
 from qcompile.codegen.program import Program
 from qcompile.errors import PassError, UnsupportedError
-from qcompile.formats.registry import gpu_kernel
+from qcompile.formats.registry import gpu_kernel, gpu_packing, is_row_major, kernel_of, packing_of
 
 
 def prepare_slots(program: Program) -> Program:
@@ -60,7 +59,7 @@ def _inputs_of(program: Program, call: ExpertGemm) -> fused.QuantizeSlots:
             raise UnsupportedError(f"expert kernels read f32 slots without padding between them, not {given}")
     except UnsupportedError as error:
         raise PassError("codegen", call.name, str(error)) from error
-    padded = padded_inputs(call.k, packing)
+    padded = gpu_packing(packing).padded_inputs(call.k)
     return fused.QuantizeSlots(f"{call.name}.round", call.x, call.x_slots, call.k, padded, call.activation)
 
 

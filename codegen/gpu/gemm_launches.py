@@ -8,18 +8,17 @@ from typing import Any
 
 from qcompile import ops
 from qcompile.codegen.calls import Gemm
-from qcompile.codegen.gpu.context import PlanContext, weight_refs
+from qcompile.codegen.gpu.context import PlanContext, amax_ref, weight_refs
 from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
 from qcompile.codegen.gpu.gemm import tiles
-from qcompile.codegen.gpu.gemm.pack import kernel_of, packing_of, padded_inputs, padded_outputs
 from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, Grid, GridSize, InputRef, Operands, ScratchRef
 from qcompile.codegen.gpu.router_launches import scores
-from qcompile.codegen.gpu.row_launches import amax_ref
 from qcompile.codegen.gpu.sample import choosing
 from qcompile.errors import UnsupportedError
-from qcompile.formats.registry import weight_format
+from qcompile.formats.gpu import padded_outputs
+from qcompile.formats.registry import gpu_packing, kernel_of, packing_of, weight_format
 
 
 def gemm_launches(context: PlanContext, c: Gemm) -> Iterator[Launch]:
@@ -40,7 +39,7 @@ def kernel_specs(context: PlanContext, c: Gemm, measured: bool = False) -> dict[
     x = context.buffer(c.x)
     activation = x.activation if x.dtype == "q8" else x.dtype
     packed = c.packing or packing_of(c.format, activation)
-    packing, k = kernel_of(packed, activation), padded_inputs(c.k, packed)
+    packing, k = kernel_of(packed, activation), gpu_packing(packed).padded_inputs(c.k)
     n = 16 * c.blocks or padded_outputs(c.n)
     if x.stride != k:
         raise UnsupportedError(f"{c.k} inputs are padded to {x.stride} for another weight, but this weight needs {k}")

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcompile.codegen.gpu.compile import Argument
+from qcompile.codegen.gpu.kernel import Argument
 from qcompile.errors import UnsupportedError
 from qcompile.formats.kv import PAGE_TOKENS, KVFormat, kv_format
 

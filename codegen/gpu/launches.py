@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from qcompile.artifact.abi import GPU_ABI
 from qcompile.codegen.gpu.attention_splits import SplitLimits
-from qcompile.codegen.gpu.compile import Kernel
+from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.operands import Grid, Operands, ScratchRef, Size
 from qcompile.codegen.program import Program

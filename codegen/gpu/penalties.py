@@ -9,20 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qcompile.artifact.abi import GpuSamplingOptions
-from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, Grid, GridSize, InputRef, Operands
+from qcompile.codegen.gpu.sampling_options import OPTIONS, option
 
 BLOCK, CHUNK, PARTS, WARPS = 256, 32, 8, 4
 """Listed and recent tokens that a program takes at once, programs for each row of logits, and warps of each."""
 _TYPES = {"logits": "*fp32", "sampling": "*fp64", "M": "i32"}
-
-
-def option(name: str) -> str:
-    """The place of a sampling option of a sequence, as an expression in kernels whose `given` points to the first."""
-    index = GpuSamplingOptions._fields.index(name)
-    return f"given + {index}" if index else "given"
 
 
 _KINDS = {
@@ -50,7 +44,7 @@ def penalty_kernel(kind: str, vocab: int, capability: int) -> Kernel:
         arguments=arguments,
         vocab=vocab,
         option=option,
-        options=len(GpuSamplingOptions._fields),
+        options=OPTIONS,
         block=BLOCK,
         chunk=CHUNK,
         parts=PARTS,

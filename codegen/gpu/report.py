@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qcompile.artifact.abi import GpuSamplingOptions
-from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import Grid, GridSize, InputRef, Operands, ScratchRef
-from qcompile.codegen.gpu.penalties import option
+from qcompile.codegen.gpu.sampling_options import OPTIONS, option
 from qcompile.codegen.sizes import power_of_two
 
 PART, WARPS = 4096, 8
@@ -43,7 +42,7 @@ def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
         title=titles.get(kind, "Reports of chosen tokens"),
         kind=kind,
         option=option,
-        options=len(GpuSamplingOptions._fields),
+        options=OPTIONS,
         name=name,
         arguments=arguments,
         vocab=vocab,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qcompile.codegen.gpu.attention_splits import MOST_QUERIES
-from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import MOST_ROWS, TEXT_TOKENS, Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, DraftRef, GridSize, InputRef, Operands, StateRef
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.operands import GridSize, grid_size
 from qcompile.codegen.sizes import power_of_two
 from qcompile.errors import UnsupportedError

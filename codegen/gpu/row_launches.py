@@ -10,7 +10,7 @@ from typing import Any
 from qcompile import ops
 from qcompile.codegen.calls import Elementwise, Embed, Gather, Hadamard, Logits, Norm, NormHeads, QuantizeRows, TakeRows
 from qcompile.codegen.gpu import fused
-from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
+from qcompile.codegen.gpu.context import PlanContext, amax_ref, single_launch, weight_refs
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import (
@@ -193,11 +193,6 @@ def _parts_variant(context: PlanContext, launch: Launch, spec: RowSpec, most: in
     whole = launch.variants[0]
     args = whole.args | ({"amax": amax_ref(amax_parts)} if amax_parts else {})
     return Variant(spec.kernel(context.capability), (whole.grid[0], parts, 1), args, most)
-
-
-def amax_ref(parts: int) -> ScratchRef:
-    """Scratch memory for the largest magnitude of each part of a row."""
-    return ScratchRef("amax", 4 * parts, ("tokens",))
 
 
 # ---- Hadamard transforms ---------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.errors import UnsupportedError
 from qcompile.formats.rounding import groups_of
 from qcompile.ops import GATE_BLOCK

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from qcompile.artifact.abi import GpuSamplingOptions
-from qcompile.codegen.gpu.compile import Argument, Kernel, render_template
+from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, GridSize, InputRef, NumberRef, Operands, ScratchRef, Size
-from qcompile.codegen.gpu.penalties import option, penalties
+from qcompile.codegen.gpu.penalties import penalties
 from qcompile.codegen.gpu.report import keeping, reporting
 from qcompile.codegen.gpu.rows import ARGMAX_PART, argmax_kernel
+from qcompile.codegen.gpu.sampling_options import OPTIONS, option
 from qcompile.codegen.sizes import power_of_two
 
 PART, WARPS = 1024, 4
@@ -61,7 +61,7 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
         title=titles.get(kind, "Draw a token"),
         kind=kind,
         option=option,
-        options=len(GpuSamplingOptions._fields),
+        options=OPTIONS,
         by=by,
         name=name,
         arguments=arguments,

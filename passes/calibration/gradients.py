@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from qcompile import ops
 from qcompile.graph import Graph
-from qcompile.ops.quantized import gate
+from qcompile.ops.epilogues import gate
 from qcompile.passes.calibration import gptq, memory
 from qcompile.passes.calibration.sweep import Shelf
 

@@ -18,7 +18,9 @@ from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.calibration import allocate, gptq, gradients
+from qcompile.passes.calibration.calibrate import Calibrate
 from qcompile.passes.calibration.trial import Trial, fewest
+from qcompile.passes.quantize import Quantize
 
 NARROW = W4_ASYM_G128
 """The format of rows that are not marked."""
@@ -113,7 +115,7 @@ class Salience(Pass):
 
         notes: tuple[str, ...] = ()
         if self.max_perplexity_increase:
-            trial = Trial(graph, calibration)
+            trial = Trial(graph, calibration, (Quantize(), Calibrate()))
 
             def increase(count: int) -> float:
                 marked = graph.clone()

@@ -17,7 +17,7 @@ from qcompile import ops
 from qcompile.formats.activations import dequantize_activation
 from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
-from qcompile.ops.quantized import gemm_float
+from qcompile.ops.epilogues import gemm_float
 from qcompile.passes.calibration import memory
 
 Values = dict[fx.Node, Any]

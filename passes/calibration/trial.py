@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -11,10 +11,8 @@ from torch import Tensor, fx
 from qcompile.calibration import Calibration, Kept
 from qcompile.errors import QualityError, UsageError
 from qcompile.graph import Graph
-from qcompile.passes.base import apply
-from qcompile.passes.calibration.calibrate import Calibrate
+from qcompile.passes.base import Pass, apply
 from qcompile.passes.calibration.sweep import Sweep
-from qcompile.passes.quantize import Quantize
 
 SEEN_TOKENS, HELD_TOKENS = 16384, 8192
 """Tokens that choose a trial's codes, and tokens that measure its perplexity. The build itself uses more text, so
@@ -25,13 +23,13 @@ TRIALS = 6
 
 
 class Trial:
-    """Perplexity increase over the float model when `graph`'s linears are quantized, on the last calibration samples.
+    """Perplexity increase over the float model when the passes `rounding` quantize a graph.
 
-    Activations are quantized as assigned. The error of a low-bit cache is not included. Results are kept with the
-    calibration.
+    It is measured on the last samples of `calibration`; the first ones choose codes. The error of a low-bit cache is
+    not included. Results are kept with the calibration.
     """
 
-    def __init__(self, graph: Graph, calibration: Calibration) -> None:
+    def __init__(self, graph: Graph, calibration: Calibration, rounding: Sequence[Pass]) -> None:
         samples, length = calibration.tokens.shape
         if samples < 2:
             raise UsageError(
@@ -40,7 +38,7 @@ class Trial:
         held = max(1, min(samples // 2, HELD_TOKENS // length))
         seen = max(1, min(samples - held, SEEN_TOKENS // length))
         self._held, self._seen = calibration.tokens[-held:], calibration.tokens[:seen]
-        self._calibration = calibration
+        self._calibration, self._rounding = calibration, rounding
         self._float = loss(graph, self._held)
 
     def increase(self, graph: Graph) -> float:
@@ -51,8 +49,9 @@ class Trial:
             return kept.figures["increase"]
         trial = graph.clone()
         trial.calibration = Calibration(self._seen)
-        quantized = apply(Calibrate(), apply(Quantize(), trial).graph).graph
-        increase = math.exp(loss(quantized, self._held)) - math.exp(self._float)
+        for step in self._rounding:
+            trial = apply(step, trial).graph
+        increase = math.exp(loss(trial, self._held)) - math.exp(self._float)
         self._calibration.keep(key, Kept([], {"increase": increase}))
         return increase
 

@@ -24,8 +24,8 @@ from qcompile.errors import ArtifactError, ResourceError, UnsupportedError, Usag
 from qcompile.formats.kv import kv_format
 from qcompile.formats.registry import STORED_FORMATS
 from qcompile.graph import Graph, WeightStore
+from qcompile.ops.epilogues import gate
 from qcompile.ops.model import attend, key_offsets, visible, whole_keys
-from qcompile.ops.quantized import gate
 from qcompile.ops.step import HeadLayout, HeadTransform, transform_heads
 
 STEP = "graphs/step.json"

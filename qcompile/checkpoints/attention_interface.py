@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from qcompile import ops
-from qcompile.checkpoints.configuration import context_length
 from qcompile.errors import UnsupportedError
 
 ATTENTION = "qcompile"
@@ -35,13 +34,15 @@ class _Mask(Tensor):
         raise OwnAttention("model computes with its attention mask in its own way")
 
 
-def causal_mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) -> Tensor:
+def causal_mask(
+    length_of: Callable[[Any], int], *, mask_function: Callable[..., Tensor], config: Any, **_: Any
+) -> Tensor:
     """The mask that transformers passes on: a placeholder that carries the sliding window, 0 for none.
 
-    The window is read off `mask_function` itself, over whole rows of the longest mask; a function that is not
-    causal, or hides anything but old tokens, raises UnsupportedError.
+    `length_of` gives the context length of a configuration. The window is read off `mask_function` itself, over whole
+    rows of the longest mask; a function that is not causal, or hides anything but old tokens, raises UnsupportedError.
     """
-    length = context_length(config)
+    length = length_of(config)
     rows = sorted({*range(8), *(length * i // 16 for i in range(1, 16)), length - 1, *_powers(length)})
     with torch.utils._python_dispatch._disable_current_modes():
         keys, zero, window = torch.arange(length), torch.zeros((), dtype=torch.int64), length

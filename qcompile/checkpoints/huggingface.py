@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def build(config: Any, allow_remote: bool = False, attention_kind: str | None = 
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION, attention)
-    AttentionMaskInterface.register(ATTENTION, causal_mask)
+    AttentionMaskInterface.register(ATTENTION, partial(causal_mask, context_length))
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(

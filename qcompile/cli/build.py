@@ -1,4 +1,4 @@
-"""The commands of the compiler: `build`, `passes` and `doctor`. Only these wait for torch."""
+"""The commands `build` and `passes`, which wait for torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from qcompile.cli import console
 from qcompile.cli.options import (
     BitBudget,
     CalibrationText,
-    Compilation,
     DraftedCompilation,
     Inspection,
     Json,
@@ -22,7 +21,7 @@ from qcompile.cli.options import (
     Remote,
     command,
 )
-from qcompile.errors import UnsupportedError, UsageError
+from qcompile.errors import UsageError
 
 if TYPE_CHECKING:
     from qcompile.passes.base import PassRecord
@@ -122,39 +121,6 @@ def passes(json: Json = False) -> None:
     for row in rows:
         options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
         print(f"{row['name']:18}{options or '-'}\n{'':18}{row['summary']}")
-
-
-@command
-def doctor(
-    model: Model,
-    compilation: Compilation,
-    allow_remote_code: Remote = False,
-    json: Json = False,
-) -> None:
-    """Report whether a model can be compiled, how, and the memory and disk it needs. Reads no weights.
-
-    \b
-    Example:
-      qcompile doctor samples/pycode-26m --recipe qserve
-    """
-    from qcompile.recipes import parse_options
-
-    chosen = compilation
-    settings = parse_options(chosen.options or [])
-    with console.Progress() as progress:
-        progress("import", 0, 1)
-        from qcompile.cli import doctor as examination
-
-        progress("trace", 0, 1)
-        diagnosis = examination.examine(
-            model, chosen.target, chosen.recipe, settings, chosen.head_dtype, allow_remote=allow_remote_code
-        )
-    if json:
-        console.print_json(diagnosis.as_json())
-    else:
-        print(diagnosis.as_text())
-    if not diagnosis.exportable:
-        raise typer.Exit(UnsupportedError.exit_code)
 
 
 # ---- what `build` prints -------------------------------------------------------------------------------

@@ -1,21 +1,57 @@
-"""Whether a model can be compiled, how, and what it needs: all stages of `build` that read no weights."""
+"""The command `doctor`: whether a model can be compiled, how, and what it needs.
+
+It runs all stages of `build` that read no weights, and imports them when it runs, since they wait for torch.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qcompile import pipeline
-from qcompile.artifact.describe import MAX_STEP_TOKENS
-from qcompile.checkpoints import depth
-from qcompile.checkpoints.configuration import read_config
-from qcompile.checkpoints.hub import find
+import typer
+
 from qcompile.cli import console
+from qcompile.cli.options import Compilation, Json, Model, Remote, command
 from qcompile.errors import PassError, UnsupportedError
-from qcompile.report import bits
 from qcompile.runtime.step import pages_for
+
+if TYPE_CHECKING:
+    from qcompile.pipeline import CompilationPlan
+
+
+@command
+def doctor(
+    model: Model,
+    compilation: Compilation,
+    allow_remote_code: Remote = False,
+    json: Json = False,
+) -> None:
+    """Report whether a model can be compiled, how, and the memory and disk it needs. Reads no weights.
+
+    \b
+    Example:
+      qcompile doctor samples/pycode-26m --recipe qserve
+    """
+    from qcompile.recipes import parse_options
+
+    chosen = compilation
+    settings = parse_options(chosen.options or [])
+    with console.Progress() as progress:
+        progress("import", 0, 1)
+        from qcompile import pipeline as _  # noqa: F401  (takes the time of the step before `trace`)
+
+        progress("trace", 0, 1)
+        diagnosis = examine(
+            model, chosen.target, chosen.recipe, settings, chosen.head_dtype, allow_remote=allow_remote_code
+        )
+    if json:
+        console.print_json(diagnosis.as_json())
+    else:
+        print(diagnosis.as_text())
+    if not diagnosis.exportable:
+        raise typer.Exit(UnsupportedError.exit_code)
 
 
 @dataclass(frozen=True)
@@ -65,6 +101,11 @@ def examine(
     Of a deep model without weights, only the layers that differ are examined, and their costs are extrapolated to the
     others. Raises UsageError for a malformed request.
     """
+    from qcompile import pipeline
+    from qcompile.checkpoints import depth
+    from qcompile.checkpoints.configuration import read_config
+    from qcompile.checkpoints.hub import find
+
     request: dict[str, Any] = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
     try:
         directory = find(model)
@@ -87,8 +128,11 @@ def examine(
     return Diagnosis(True, plan=facts, memory_bytes=memory, disk_bytes=facts["weight_bytes"] + files)
 
 
-def _facts(plan: pipeline.CompilationPlan) -> dict[str, Any]:
+def _facts(plan: CompilationPlan) -> dict[str, Any]:
     """The contents and costs of `plan`: names and whole numbers."""
+    from qcompile.artifact.describe import MAX_STEP_TOKENS
+    from qcompile.report import bits
+
     program, info = plan.program, plan.graphs[-1].info
     pages = pages_for(info.max_position, program.kv.page_tokens, program.kv.ring_tokens)
     packed, weights = bits.linear_bits(plan.graphs[-1])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from qcompile import __version__
 from qcompile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +38,35 @@ PassFields = Annotated[
         "--set", metavar="PASS.FIELD=VALUE", help="Set a field of a pass (see `qcompile passes`); repeatable."
     ),
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"qcompile {__version__}")
+        raise typer.Exit
+
+
+def root() -> typer.Typer:
+    """The command without its subcommands: the options that come before a subcommand."""
+    app = typer.Typer(
+        help="Compile PyTorch decoder language models to quantized kernels, and run them.",
+        rich_markup_mode=None,
+        add_completion=False,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_before_subcommand)
+    return app
+
+
+def _before_subcommand(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:

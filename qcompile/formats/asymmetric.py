@@ -11,11 +11,16 @@ from qcompile.formats.activations import BF16, INTEGERS
 from qcompile.formats.blocks import NIBBLES
 from qcompile.formats.gpu import GpuKernel, GpuPacking, GpuSupport, GpuWords
 from qcompile.formats.rounding import Parts, asymmetric, by_group, spread
-from qcompile.formats.weight import FINE_RATIOS, Grid, Part, Per, WeightFormat, positive, ranges
-
-CODES = Part("codes", Per.WEIGHT, torch.uint8)
-GROUP_SCALE = Part("scale", Per.GROUP, torch.float32)
-GROUP_ZERO = Part("zero", Per.GROUP, torch.uint8)
+from qcompile.formats.weight import (
+    CODES,
+    FINE_RATIOS,
+    GROUP_SCALE,
+    GROUP_ZERO,
+    Grid,
+    WeightFormat,
+    positive,
+    ranges,
+)
 
 
 def fit_asymmetric(format: WeightFormat, group: int, w: Tensor, ratio: Tensor | float) -> Grid:

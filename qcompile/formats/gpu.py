@@ -8,8 +8,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
-from qcompile.formats.activations import ActivationFormat
+import torch
+
+from qcompile.errors import UnsupportedError
+
+BLOCK_ROWS = 32
+"""Rows of a block of packed codes."""
+MIX_ROWS = 64
+"""Rows to whose multiple both the 8-bit and the 4-bit rows of a mix_4_8 weight are padded."""
+_LARGE_N = 4096
+"""Outputs from which a weight is padded to whole tiles of 128 rows."""
+RANGE_ROWS = 64
+"""Rows that share the flags (sign bits) of mxfp4_int8 ranges: those of one consumer warp group."""
+MXFP4_DOWNSCALE = 32
+"""log2 by which bf16 kernels scale mxfp4 weights down, so that one product both converts and scales a code."""
+
+
+class Activations(Protocol):
+    """What kernels ask of an activation format (activations.py): its type, and inputs per scale (0: the whole row)."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def is_integer(self) -> bool: ...
 
 
 class GpuCodes(Enum):
@@ -64,6 +91,24 @@ class GpuPacking:
     def has_ranges(self) -> bool:
         """Whether each group has a second word, the range of its scales."""
         return self.words is GpuWords.POWERS_AND_RANGES
+
+    def padded_inputs(self, k: int) -> int:
+        """Inputs of a packed weight of k inputs, in whole blocks; the activations at the padding are zero."""
+        return -(-k // self.inputs) * self.inputs
+
+    def check_shape(self, n: int, k: int) -> None:
+        """UnsupportedError unless a weight [n, k] can be packed."""
+        if n % BLOCK_ROWS or k % self.inputs:
+            raise UnsupportedError(
+                f"weight [{n}, {k}] in {self.name}: GPU kernels need a multiple of {BLOCK_ROWS} outputs "
+                f"and {self.inputs} inputs"
+            )
+
+
+def padded_outputs(n: int) -> int:
+    """Rows of a packed weight of n outputs: whole blocks, or whole tiles of 128 rows if n is large."""
+    step = BLOCK_ROWS if n <= _LARGE_N else 4 * BLOCK_ROWS
+    return n if n % BLOCK_ROWS == 0 else -(-n // step) * step
 
 
 @dataclass(frozen=True)
@@ -148,7 +193,7 @@ class GpuKernel:
         """Bytes of codes per row and block."""
         return self.row_items * self.item_bytes
 
-    def takes(self, activation: ActivationFormat) -> bool:
+    def takes(self, activation: Activations) -> bool:
         """Whether the kernels take such activations; a scale per group needs sums per group."""
         if not activation.is_integer:
             return self.float_x and activation.dtype.itemsize == 2
@@ -165,11 +210,11 @@ class GpuSupport:
     kernels: tuple[GpuKernel, ...] = ()
     row_major: bool = False
 
-    def kernel(self, activation: ActivationFormat) -> GpuKernel | None:
+    def kernel(self, activation: Activations) -> GpuKernel | None:
         """The kernels for such activations, or None."""
         return next((kernel for kernel in self.kernels if kernel.takes(activation)), None)
 
-    def alternatives(self, activation: ActivationFormat) -> tuple[GpuKernel, ...]:
+    def alternatives(self, activation: Activations) -> tuple[GpuKernel, ...]:
         """Other kernels for such activations, which read other packings."""
         return tuple(kernel for kernel in self.kernels if kernel.takes(activation))[1:]
 

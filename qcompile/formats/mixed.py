@@ -13,11 +13,23 @@ from torch import Tensor
 
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import INTEGERS
-from qcompile.formats.asymmetric import CODES, GROUP_SCALE, GROUP_ZERO, W4_ASYM_G128, AsymmetricGroups
+from qcompile.formats.asymmetric import W4_ASYM_G128, AsymmetricGroups
 from qcompile.formats.blocks import NIBBLES
 from qcompile.formats.gpu import GpuKernel, GpuPacking, GpuSupport, GpuWords
 from qcompile.formats.rounding import Parts, by_group, symmetric
-from qcompile.formats.weight import FINE_RATIOS, INT8_MAX, Grid, Part, Per, Rounding, positive, ranges
+from qcompile.formats.weight import (
+    CODES,
+    FINE_RATIOS,
+    GROUP_SCALE,
+    GROUP_ZERO,
+    INT8_MAX,
+    Grid,
+    Part,
+    Per,
+    Rounding,
+    positive,
+    ranges,
+)
 
 EIGHT_BIT_ZERO = 128
 """Zero point of 8-bit codes, which are stored unsigned, as the dot product requires."""

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from qcompile.formats.activations import INTEGERS
-from qcompile.formats.asymmetric import CODES
 from qcompile.formats.blocks import NIBBLES
 from qcompile.formats.elements import E2M1_MAX_EXPONENT, e2m1_codes, e2m1_round, e2m1_values
 from qcompile.formats.gpu import GpuCodes, GpuKernel, GpuPacking, GpuSupport, GpuWords
 from qcompile.formats.rounding import Parts, by_group, spread
-from qcompile.formats.weight import Grid, Part, Per, WeightFormat
+from qcompile.formats.weight import CODES, Grid, Part, Per, WeightFormat
 
 
 def mx_exponent(largest: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from qcompile.formats.activations import INTEGERS
-from qcompile.formats.asymmetric import CODES, GROUP_SCALE, GROUP_ZERO, W4_ASYM_G128, AsymmetricGroups
+from qcompile.formats.asymmetric import W4_ASYM_G128, AsymmetricGroups
 from qcompile.formats.blocks import NIBBLES
 from qcompile.formats.gpu import GpuKernel, GpuPacking, GpuSupport, GpuWords
 from qcompile.formats.rounding import Parts, spread
-from qcompile.formats.weight import Grid, Part, Per
+from qcompile.formats.weight import CODES, GROUP_SCALE, GROUP_ZERO, Grid, Part, Per
 
 NESTED_STEPS = 8
 """Steps of a nested weight's lower nibble per step of its upper nibble."""

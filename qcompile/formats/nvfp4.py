@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from qcompile.formats.activations import BF16, INTEGERS
-from qcompile.formats.asymmetric import CODES
 from qcompile.formats.blocks import NIBBLES
 from qcompile.formats.elements import E2M1, e2m1_codes, e2m1_round, e2m1_values
 from qcompile.formats.gpu import GpuKernel, GpuPacking, GpuSupport, GpuWords
-from qcompile.formats.mxfp4 import MXFP4
 from qcompile.formats.rounding import Parts, by_group, spread
-from qcompile.formats.weight import Grid, Part, Per, WeightFormat, positive
+from qcompile.formats.weight import CODES, Grid, Part, Per, WeightFormat, positive
 
 E4M3_MAX = 448.0
 _TOP = E2M1[-1]
@@ -146,7 +144,7 @@ NVFP4 = Nvfp4(
     sum_group=32,
     ratios=(1.0, 0.95, 0.9, 0.85, 0.8, 1.5),
     source="NVIDIA; compressed-tensors",
-    expert_fallback=MXFP4.name,
+    expert_fallback="mxfp4",
     cpu_headers=("gemm_nvfp4.h",),
     gpu=GpuSupport(_GPU_KERNELS),
 )

@@ -8,11 +8,22 @@ import torch
 from torch import Tensor
 
 from qcompile.formats.activations import INTEGERS
-from qcompile.formats.asymmetric import CODES, GROUP_ZERO, fit_asymmetric
+from qcompile.formats.asymmetric import fit_asymmetric
 from qcompile.formats.blocks import NIBBLES
 from qcompile.formats.gpu import GpuCodes, GpuKernel, GpuPacking, GpuSupport, GpuWords
 from qcompile.formats.rounding import Parts, asymmetric, by_group, spread, symmetric
-from qcompile.formats.weight import FINE_RATIOS, INT8_MAX, Grid, Part, Per, WeightFormat, positive, ranges
+from qcompile.formats.weight import (
+    CODES,
+    FINE_RATIOS,
+    GROUP_ZERO,
+    INT8_MAX,
+    Grid,
+    Part,
+    Per,
+    WeightFormat,
+    positive,
+    ranges,
+)
 
 QOQ_RANGE = 119
 """QServe 3.1: int8 codes within ±119 stay within int8 after rounding in 4-bit groups and scaling back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qcompile.errors import UnsupportedError, UsageError
+from qcompile.formats.activations import activation_format
 from qcompile.formats.asymmetric import W4_ASYM_G128
 from qcompile.formats.floats import BF16, F32
 from qcompile.formats.gpu import GpuKernel, GpuPacking
@@ -60,3 +61,31 @@ def weight_format(name: str) -> WeightFormat:
     if name not in WEIGHT_FORMATS:
         raise UsageError(f"weight format {name} is unknown; there are {', '.join(WEIGHT_FORMATS)}")
     return WEIGHT_FORMATS[name]
+
+
+def gpu_kernel_for(format: str, activation: str) -> GpuKernel:
+    """The kernels for a weight format and an activation format. UnsupportedError if there are none."""
+    kernel = weight_format(format).gpu.kernel(activation_format(activation))
+    if kernel is None:
+        raise UnsupportedError(f"weights in {format} with activations in {activation} have no GPU kernels")
+    return kernel
+
+
+def is_row_major(format: str, activation: str) -> bool:
+    """Whether weights in `format` are row-major on GPUs: those of routers of experts."""
+    return weight_format(format).gpu.row_major and activation in [
+        kind.name for kind in weight_format(format).activations
+    ]
+
+
+def packing_of(format: str, activation: str) -> str:
+    """The packing of a weight in `format` for an activation format; for row-major weights, the format's name.
+
+    UnsupportedError if there are no GPU kernels for them.
+    """
+    return format if is_row_major(format, activation) else gpu_kernel_for(format, activation).packing.name
+
+
+def kernel_of(packing: str, activation: str) -> str:
+    """The format of the GEMM kernels (KernelSpec) for a packing and an activation format."""
+    return gpu_kernel_of(packing, activation_format(activation).is_integer).name

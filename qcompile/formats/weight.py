@@ -53,6 +53,11 @@ class Part:
         return shapes[self.per]
 
 
+CODES = Part("codes", Per.WEIGHT, torch.uint8)
+GROUP_SCALE = Part("scale", Per.GROUP, torch.float32)
+GROUP_ZERO = Part("zero", Per.GROUP, torch.uint8)
+
+
 @dataclass(frozen=True)
 class Grid:
     """Grid of a weight [N, K] in `format`. `step`, `zero`, `low`, `high` (bounds of codes) are f32 [N, groups].

@@ -4,16 +4,21 @@ The graph of every stage consists of these operators, so every stage can be run.
 of a step (the tokens of all sequences side by side), F features, H heads, D head size, V vocabulary. Leading
 dimensions written `...` are free. References favor clarity over speed; generated kernels are tested against them.
 
-`ops.linear` is the overload of qcompile::linear, and likewise for every operator that one of the modules defines.
+`ops.linear` is the overload of qcompile::linear, and likewise for every operator that one of the modules defines. All
+modules of this package are imported together with it, so importing any of them defines all operators; what depends on
+operators depends on their names and schemas (registry.py, schema.py), not on the modules that define them.
 """
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
-from qcompile.ops import experts, model, quantized, recurrent, recurrent_step, step, weights  # noqa: F401  (each module defines its operators)
-from qcompile.ops.model import NORMS, QUICK, UNARY
-from qcompile.ops.quantized import GATE_BLOCK, GATED
+from qcompile.ops.model import GATE_BLOCK, GATED, NORMS, QUICK, UNARY
 from qcompile.ops.registry import DEFINED, STAGES, allowed, name_of, op, reference
 from qcompile.ops.schema import arguments, has_operand, named, operand, operands, set_operands
+
+for _module in iter_modules(__path__, f"{__name__}."):
+    import_module(_module.name)
 
 __all__ = [
     "DEFINED",

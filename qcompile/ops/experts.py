@@ -10,7 +10,8 @@ from torch import Tensor
 
 from qcompile.formats.activations import activation_format, dequantize_activation
 from qcompile.formats.registry import weight_format
-from qcompile.ops.quantized import GATED, gate
+from qcompile.ops.epilogues import gate
+from qcompile.ops.model import GATED
 from qcompile.ops.registry import define, like, reference
 
 # ---- routers ----------------------------------------------------------------------------------------

@@ -73,6 +73,10 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": torch.nn.functional.elu,
     "softplus": torch.nn.functional.softplus,
 }
+GATED = {f"{kind}_mul": kind for kind in UNARY}
+"""Epilogues of linears that return kind(gate) * up."""
+GATE_BLOCK = 16
+"""Rows of a block where the rows of gate and up alternate in one weight."""
 
 
 @define(like)

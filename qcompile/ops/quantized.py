@@ -7,7 +7,8 @@ from torch import Tensor
 
 from qcompile.formats.activations import activation_format, dequantize_activation
 from qcompile.formats.registry import weight_format
-from qcompile.ops.model import UNARY, hadamard, layer_norm, rms_norm
+from qcompile.ops.epilogues import gate, gemm_float
+from qcompile.ops.model import hadamard, layer_norm, rms_norm
 from qcompile.ops.registry import define
 
 
@@ -23,11 +24,6 @@ def quantize_activation(x: Tensor, kind: str, group: int) -> list[Tensor]:
     inputs; a weight's zero point is multiplied by them.
     """
     return [part.clone() for part in activation_format(kind).quantize(x, group)]
-
-
-GATED = {f"{kind}_mul": kind for kind in UNARY}
-"""Epilogues of linears that return kind(gate) * up."""
-GATE_BLOCK = 16
 
 
 def _fake_gemm(
@@ -62,30 +58,10 @@ def gemm(
     return gemm_float(values, weight_format(format).dequantize(weight, k), bias, residual, epilogue, width)
 
 
-def gemm_float(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: str, width: int
-) -> Tensor:
-    """gemm on the floats [..., K] and [N, K] that its quantized operands represent."""
-    y = torch.nn.functional.linear(x, weight, bias)
-    y = gate(y, GATED[epilogue], width) if epilogue in GATED else y[..., :width].contiguous()
-    return y if residual is None else residual + y
-
-
 @define(lambda x, weight, bias, kind, width: x.new_empty(*x.shape[:-1], width))
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, width: int) -> Tensor:
     """x [..., K], weight [2N', K] interleaved in blocks of GATE_BLOCK rows -> kind(gate) * up, [..., width]."""
     return gate(torch.nn.functional.linear(x, weight, bias), kind, width)
-
-
-def gate(y: Tensor, kind: str, width: int, limit: float | None = None, offset: float = 0.0) -> Tensor:
-    """y [..., 2N'], gate and up interleaved in blocks of GATE_BLOCK features -> kind(gate) * up, [..., width].
-
-    `limit` bounds gate by at most limit, and up to ±limit (gpt-oss); `offset` is then added to up.
-    """
-    first, second = (part.flatten(-2) for part in y.unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2))
-    if limit is not None:
-        first, second = first.clamp(max=limit), second.clamp(-limit, limit)
-    return (UNARY[kind](first) * (second + offset if offset else second))[..., :width].contiguous()
 
 
 @define(lambda x, core, block, dtype, group: _fake_activation(x, dtype, group), since="cache")

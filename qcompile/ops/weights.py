@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qcompile.formats import hadamard, mixed
 from qcompile.formats.registry import weight_format
-from qcompile.ops.quantized import GATE_BLOCK
+from qcompile.ops.model import GATE_BLOCK
 from qcompile.ops.registry import define
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qcompile import check
 from qcompile.checkpoints import frontend, hub, tokenizer_files
 from qcompile.checkpoints.attention_interface import attention, causal_mask
+from qcompile.checkpoints.configuration import context_length
 from qcompile.errors import QCompileError, ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
@@ -303,7 +304,7 @@ def test_bidirectional_mask() -> None:
     settings = LlamaConfig(**SETTINGS)
     for function in (bidirectional_mask_function, chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64))):
         with pytest.raises(UnsupportedError, match="neither causal nor"):
-            causal_mask(mask_function=function, config=settings)
+            causal_mask(context_length, mask_function=function, config=settings)
 
 
 def test_unknown_attention_option() -> None:

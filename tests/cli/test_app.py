@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from qcompile.__main__ import main
 from qcompile.cli import bench, console, tune
-from qcompile.cli.app import main
 from qcompile.runtime.cuda.executor import CudaExecutor
 
 Build = Callable[[str], Path]

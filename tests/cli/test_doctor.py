@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from qcompile.checkpoints import huggingface_weights
 from qcompile.checkpoints.attention_interface import causal_mask
+from qcompile.checkpoints.configuration import context_length
 from qcompile.cli.doctor import Diagnosis
 from tests.cli.test_app import Capture, code_of, json_of
 from tests.support.families import COMMON
@@ -73,7 +74,7 @@ def test_masks_of_millions_of_tokens_are_looked_at_row_by_row(window: int) -> No
         return (key <= query) & (key > query - (window or longest))
 
     config = LlamaConfig(max_position_embeddings=longest)
-    mask: Any = causal_mask(mask_function=causal, config=config)
+    mask: Any = causal_mask(context_length, mask_function=causal, config=config)
     assert mask.window == window and max(sizes) == longest and len(sizes) > 60
 
 

@@ -87,15 +87,15 @@ def test_doctor_heeds_an_interrupt_that_its_imports_swallowed(
 
         @staticmethod
         def find_spec(name: str, *_: object) -> None:
-            if name == "qcompile.cli.doctor":
+            if name == "qcompile.pipeline":
                 with contextlib.suppress(KeyboardInterrupt):
                     os.kill(os.getpid(), signal.SIGINT)
                     time.sleep(5)
 
-    import qcompile.cli.doctor
+    import qcompile.pipeline
 
-    monkeypatch.delitem(sys.modules, "qcompile.cli.doctor")
-    monkeypatch.delattr(qcompile.cli, "doctor")
+    monkeypatch.delitem(sys.modules, "qcompile.pipeline")
+    monkeypatch.delattr(qcompile, "pipeline")
     monkeypatch.setattr(sys, "meta_path", [Careless, *sys.meta_path])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

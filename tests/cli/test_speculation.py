@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from qcompile.__main__ import main
 from qcompile.cli import console
-from qcompile.cli.app import main
 from qcompile.cli.build import print_build
 from qcompile.passes.base import PassRecord
 from qcompile.pipeline import BuildReport

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qcompile.codegen.gpu.compile import Kernel
+from qcompile.codegen.gpu.kernel import Kernel
 from tests.support import ptx
 from tests.support.gluon_tensors import SIZES, Either, Pending, Pointer, Shared, Tensor, added, read, stored
 

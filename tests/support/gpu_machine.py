@@ -16,7 +16,7 @@ from qcompile import pipeline
 from qcompile.artifact.describe import KernelFiles
 from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.build import with_rounds
-from qcompile.codegen.gpu.compile import Kernel
+from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.operands import CountRef, NumberRef, grid_size
 from qcompile.codegen.gpu.plan import make_plan

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import load_table
-from qcompile.codegen.gpu.gemm.tiles import fit_tile
-from qcompile.errors import UnsupportedError
 from qcompile.formats.registry import gpu_kernel
 from qcompile.targets import Target
 
@@ -19,19 +17,14 @@ TUNED = load_table("expert_tiles_h200")
 """The tuned tiles; n is the outputs of one expert."""
 
 
-def choose(format: str, n: int, k: int, tokens: int, gpu: Target) -> Tile:
-    """The tile for experts' weights of [n, k] each and up to `tokens` slots per program (1: a GEMV).
+def candidates(format: str, n: int, k: int, tokens: int, gpu: Target) -> list[Tile]:
+    """Tiles for experts' weights of [n, k] each and up to `tokens` slots per program (1: a GEMV), the best first.
 
-    Tuned tiles are tried in the order of their distance from [n, k], by logarithms, then a default tile. The first that
-    fits the weight is taken. Raises UnsupportedError if none fits.
+    Tuned tiles come in the order of their distance from [n, k], by logarithms, then a default tile.
     """
     source = TUNED.sources(format)[-1] if tokens > 1 else format
     tuned = [tile for _, tile in TUNED.by_distance(source, tokens, n, k)] if gpu.has_wgmma else []
-    for tile in [*tuned, _default_tile(format, n, tokens, gpu)]:
-        fitted = fit_tile(format, n, k, tile, gpu) if n % tile.rows == 0 else None
-        if fitted is not None:
-            return fitted
-    raise UnsupportedError(f"experts' weights [{n}, {k}] in {format} have no tile of {tokens} tokens")
+    return [tile for tile in [*tuned, _default_tile(format, n, tokens, gpu)] if n % tile.rows == 0]
 
 
 def _default_tile(format: str, n: int, tokens: int, gpu: Target) -> Tile:

@@ -53,21 +53,28 @@ from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import INTEGERS, activation_format
 from qcompile.formats.asymmetric import GPU_NIBBLES
 from qcompile.formats.blocks import as_blob, blob_bytes
-from qcompile.formats.gpu import GpuCodes, GpuKernel, GpuPacking, GpuWords
+from qcompile.formats.gpu import (
+    BLOCK_ROWS,
+    MIX_ROWS,
+    MXFP4_DOWNSCALE,
+    RANGE_ROWS,
+    GpuCodes,
+    GpuPacking,
+    GpuWords,
+    padded_outputs,
+)
 from qcompile.formats.mixed import EIGHT_BIT_ZERO, MIX_4_8
-from qcompile.formats.registry import format_of_packing, gpu_kernel_of, gpu_packing, weight_format
+from qcompile.formats.registry import (
+    format_of_packing,
+    gpu_kernel_for,
+    gpu_packing,
+    is_row_major,
+    packing_of,
+    weight_format,
+)
 from qcompile.formats.rounding import Parts, groups_of
 from qcompile.formats.symmetric import GPU_BYTES
 
-BLOCK_ROWS = 32
-MIX_ROWS = 64
-_LARGE_N = 4096
-
-
-RANGE_ROWS = 64
-"""Rows that share the flags (sign bits) of mxfp4_int8 ranges: those of one consumer warp group."""
-MXFP4_DOWNSCALE = 32
-"""log2 by which bf16 kernels scale mxfp4 weights down, so that one product both converts and scales a code."""
 _MIN_EXPONENT, _MAX_EXPONENT = 2 + MXFP4_DOWNSCALE, 128 + MXFP4_DOWNSCALE
 """Smallest and largest (biased) exponents of scales for which that is exact."""
 _MAX_SCALE_LOG2 = 120
@@ -78,59 +85,10 @@ _ITEM_SHAPE = (4, 8, 4)
 """A block of inputs in mxfp4_int8: groups of 32 inputs, items per group, inputs per item."""
 
 
-def _kernel(format: str, activation: str) -> GpuKernel:
-    """The kernels for a weight format and an activation format. UnsupportedError if there are none."""
-    kernel = weight_format(format).gpu.kernel(activation_format(activation))
-    if kernel is None:
-        raise UnsupportedError(f"weights in {format} with activations in {activation} have no GPU kernels")
-    return kernel
-
-
-def is_row_major(format: str, activation: str) -> bool:
-    """Whether weights in `format` are row-major on GPUs: those of routers of experts."""
-    return weight_format(format).gpu.row_major and activation in [
-        kind.name for kind in weight_format(format).activations
-    ]
-
-
-def packing_of(format: str, activation: str) -> str:
-    """The packing of a weight in `format` for an activation format; for row-major weights, the format's name.
-
-    UnsupportedError if there are no GPU kernels for them.
-    """
-    return format if is_row_major(format, activation) else _kernel(format, activation).packing.name
-
-
-def kernel_of(packing: str, activation: str) -> str:
-    """The format of the GEMM kernels (KernelSpec) for a packing and an activation format."""
-    return gpu_kernel_of(packing, activation_format(activation).is_integer).name
-
-
 def _readable(format: str, activation: str) -> str | None:
     """Another packing that kernels for these activations can read."""
     others = weight_format(format).gpu.alternatives(activation_format(activation))
     return others[0].packing.name if others else None
-
-
-def check_shape(n: int, k: int, packing: str) -> None:
-    """UnsupportedError unless the GPU kernels have a packing for a weight [n, k]."""
-    inputs = gpu_packing(packing).inputs
-    if n % BLOCK_ROWS or k % inputs:
-        raise UnsupportedError(
-            f"weight [{n}, {k}] in {packing}: GPU kernels need a multiple of {BLOCK_ROWS} outputs and {inputs} inputs"
-        )
-
-
-def padded_inputs(k: int, packing: str) -> int:
-    """Inputs of a packed weight of k inputs, in whole blocks; the activations at the padding are zero."""
-    step = gpu_packing(packing).inputs
-    return -(-k // step) * step
-
-
-def padded_outputs(n: int) -> int:
-    """Rows of a packed weight of n outputs: whole blocks, or whole tiles of 128 rows if n is large."""
-    step = BLOCK_ROWS if n <= _LARGE_N else 4 * BLOCK_ROWS
-    return n if n % BLOCK_ROWS == 0 else -(-n // step) * step
 
 
 def pack_gpu(parts: Parts, packing_name: str) -> dict[str, Tensor]:
@@ -143,7 +101,7 @@ def pack_gpu(parts: Parts, packing_name: str) -> dict[str, Tensor]:
     more = padded_outputs(n) - n
     if more:
         parts = [pad(part, (*(0, 0) * (part.dim() - 1), 0, more)) for part in parts]
-    check_shape(n + more, padded_inputs(k, packing_name), packing_name)
+    packing.check_shape(n + more, packing.padded_inputs(k))
     named = format.named([_pad_inputs(part, k, format.group, packing) for part in parts])
     packed = {"w": pack_codes(named["codes"], packing)}
     if packing.row_scale:
@@ -162,15 +120,15 @@ def _pad_inputs(part: Tensor, k: int, group: int, packing: GpuPacking) -> Tensor
     """A part of a weight of k inputs, codes [n, k] or values of groups [n, groups], zero-padded to padded_inputs."""
     if part.dim() == 1:
         return part
-    inputs = padded_inputs(k, packing.name)
+    inputs = packing.padded_inputs(k)
     return pad(part, (0, (inputs if part.shape[1] == k else groups_of(inputs, group)) - part.shape[1]))
 
 
 def packed_gpu_bytes(n: int, k: int, packing_name: str) -> dict[str, int]:
     """Bytes of each part of pack_gpu for a weight [n, k], in its order, rounded up to multiples of 64."""
     packing = gpu_packing(packing_name)
-    n, k = padded_outputs(n), padded_inputs(k, packing_name)
-    check_shape(n, k, packing_name)
+    n, k = padded_outputs(n), packing.padded_inputs(k)
+    packing.check_shape(n, k)
     codes = n * k * packing.codes.bits // 8
     words = 4 * n * (k // packing.word_inputs) if packing.words is not GpuWords.NONE else 0
     sizes = {
@@ -363,23 +321,23 @@ def gpu_blobs(parts: Parts, format: str, activation: str) -> dict[str, Tensor]:
     if is_row_major(format, activation):
         packed = {"w": parts[0].float()}
     else:
-        packed = pack_gpu(parts, _kernel(format, activation).packing.name)
+        packed = pack_gpu(parts, gpu_kernel_for(format, activation).packing.name)
     return {name: as_blob(part) for name, part in packed.items()}
 
 
 def _gpu_sizes(n: int, k: int, format: str, activation: str) -> dict[str, int]:
     if is_row_major(format, activation):
         return {"w": blob_bytes(4 * n * k)}
-    return packed_gpu_bytes(n, k, _kernel(format, activation).packing.name)
+    return packed_gpu_bytes(n, k, gpu_kernel_for(format, activation).packing.name)
 
 
 def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> MixedPacking:
     """The packing of a mix_4_8 weight of k inputs whose rows `marked` [N] have 8 bits. `pairs` does not matter here."""
     eight, four = _pad_rows(marked.nonzero()[:, 0]), _pad_rows((~marked).nonzero()[:, 0])
     rows, inputs = len(eight) + len(four), k
-    packing = _kernel(MIX_4_8.name, INTEGERS[0].name).packing
-    k = padded_inputs(k, packing.name)
-    check_shape(rows, k, packing.name)
+    packing = gpu_kernel_for(MIX_4_8.name, INTEGERS[0].name).packing
+    k = packing.padded_inputs(k)
+    packing.check_shape(rows, k)
     sizes = {"wide": len(eight) * k, "w": len(four) * k // 2, "groups": 4 * rows * (k // 128), "columns": 4 * rows}
     sizes = {role: blob_bytes(size) for role, size in sizes.items() if size}
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from qcompile.codegen.gpu import compile as gpu_compile
-from qcompile.codegen.gpu.compile import Argument, Compiled, Kernel, compile_kernel
-from qcompile.codegen.gpu.gemm.pack import MXFP4_DOWNSCALE, RANGE_ROWS
+from qcompile.codegen.gpu.compile import Compiled, compile_kernel
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import MMA_MIN_TOKENS
+from qcompile.codegen.gpu.kernel import ANY_CAPABILITY, Argument, Kernel, render_template
+from qcompile.formats.gpu import MXFP4_DOWNSCALE, RANGE_ROWS
 from qcompile.ops import GATE_BLOCK
 
 _TEMPLATES = {
@@ -83,8 +84,8 @@ def render(spec: KernelSpec) -> str:
     template = _TEMPLATES[spec.kind if spec.gemv or spec.inline_asm else "pipelined"]
     values: dict[str, Any] = {"signature": signature_of(spec), "tile": spec.tile, "words": spec.layout.row_bytes // 4}
     values |= {"gate_block": GATE_BLOCK}
-    values |= {"range_rows": RANGE_ROWS, "downscale": MXFP4_DOWNSCALE, "any_capability": gpu_compile.ANY_CAPABILITY}
-    return gpu_compile.render_template(template, spec=spec, registers=_registers(spec)[1], **values)
+    values |= {"range_rows": RANGE_ROWS, "downscale": MXFP4_DOWNSCALE, "any_capability": ANY_CAPABILITY}
+    return render_template(template, spec=spec, registers=_registers(spec)[1], **values)
 
 
 def _registers(spec: KernelSpec) -> tuple[int, list[int]]:

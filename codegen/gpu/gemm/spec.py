@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from qcompile.codegen.gpu.gemm.k_parts import KParts
-from qcompile.codegen.gpu.gemm.pack import RANGE_ROWS, check_shape
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import ACTIVATION_GROUP
-from qcompile.formats.gpu import GpuKernel
+from qcompile.formats.gpu import RANGE_ROWS, GpuKernel
 from qcompile.formats.registry import gpu_kernel
 from qcompile.targets import TUNED_ON
 
@@ -223,7 +222,7 @@ def reference(x: list[Tensor], w: Tensor, bias: Tensor | None = None, residual: 
 
 def _check(spec: KernelSpec) -> None:
     """UnsupportedError unless the tile divides the weight and there is a kernel for both."""
-    check_shape(spec.n, spec.k, spec.packing)
+    spec.layout.packing.check_shape(spec.n, spec.k)
     if spec.x_groups and (spec.layout.float_x or not spec.float_sum):
         raise UnsupportedError(f"{spec.format} takes no activations in groups of 128")
     _check_division(spec)

@@ -17,13 +17,14 @@ from dataclasses import replace
 
 from qcompile.codegen.gpu.attention import AttentionSpec
 from qcompile.codegen.gpu.attention_splits import SplitLimits
-from qcompile.codegen.gpu.gemm.pack import MIX_ROWS
+from qcompile.codegen.gpu.gemm import expert_tiles
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, MMA_MIN_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import load_table
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.sizes import power_of_two
 from qcompile.errors import UnsupportedError
+from qcompile.formats.gpu import MIX_ROWS
 from qcompile.formats.registry import gpu_kernel
 from qcompile.targets import TUNED_ON, Target
 
@@ -219,6 +220,18 @@ def _serial_k_tile(format: str, n: int, k: int, tokens: int, parts: int, gpu: Ta
     if k > 2 * n and small and not (kernel.mixed and tokens == 256):
         return None
     return fit_tile(format, n, k, replace(tile, serial_k=parts, unpack_k=0 if kernel.is_whole else 128), gpu)
+
+
+def choose_for_experts(format: str, n: int, k: int, tokens: int, gpu: Target) -> Tile:
+    """The tile for experts' weights of [n, k] each and up to `tokens` slots per program (1: a GEMV).
+
+    The first of expert_tiles.candidates that fits the weight; raises UnsupportedError if none does.
+    """
+    for tile in expert_tiles.candidates(format, n, k, tokens, gpu):
+        fitted = fit_tile(format, n, k, tile, gpu)
+        if fitted is not None:
+            return fitted
+    raise UnsupportedError(f"experts' weights [{n}, {k}] in {format} have no tile of {tokens} tokens")
 
 
 def without_unpack_k(format: str, tile: Tile) -> Tile:

@@ -17,7 +17,8 @@ from qcompile.codegen.cpu import build as cpu_build
 from qcompile.codegen.cpu import compiler, flow, render
 from qcompile.codegen.cpu.barriers import Barriers
 from qcompile.codegen.cpu.statements import Statements
-from qcompile.codegen.gpu.compile import Kernel, compile_all
+from qcompile.codegen.gpu.compile import compile_all
+from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.program import Program
 from qcompile.errors import ResourceError, UnsupportedError
 from qcompile.targets import TARGETS

@@ -11,10 +11,11 @@ import torch
 from qcompile import ops
 from qcompile.codegen.calls import Combine, Elementwise, ExpertGemm, Route
 from qcompile.codegen.gpu import compile as gpu_compile
-from qcompile.codegen.gpu.compile import Kernel, compile_kernel
-from qcompile.codegen.gpu.gemm import expert_tiles
+from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.gemm import spec as gemm
+from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.tile import Tile
+from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
@@ -222,7 +223,7 @@ def test_what_experts_have_no_kernel_for_is_refused() -> None:
         gemm.KernelSpec("bf16", 256, 512, Tile(16, 64, split_k=2), out="f32", width=64, experts=experts)
     with pytest.raises(UnsupportedError, match="experts of 64 outputs do not divide"):
         gemm.KernelSpec("bf16", 256, 512, Tile(16, 128), out="f32", width=64, experts=experts)
-    assert expert_tiles.choose("bf16", 96, 512, 16, TARGETS["h200"]).rows == 32
+    assert tiles.choose_for_experts("bf16", 96, 512, 16, TARGETS["h200"]).rows == 32
 
 
 def test_steps_of_a_router_go_apart_where_rows_would_meet() -> None:

@@ -16,7 +16,7 @@ from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.codegen.gpu.rows import RowSpec
 from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import weight_format
-from qcompile.ops.quantized import gate
+from qcompile.ops.epilogues import gate
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_gemm import IN_GROUPS, packing_of, weight
 from tests.support.interpreted import interpreted, needs_triton

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.attention import AttentionSpec
-from qcompile.codegen.gpu.compile import Kernel
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.gemm.render import kernel
 from qcompile.codegen.gpu.gemm.spec import KernelSpec, reference
 from qcompile.codegen.gpu.gemm.tile import Tile
+from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format

@@ -9,7 +9,7 @@ import pytest
 
 from qcompile.artifact.abi import GPU_ABI
 from qcompile.codegen.gpu import operands
-from qcompile.codegen.gpu.compile import Argument, Kernel
+from qcompile.codegen.gpu.kernel import Argument, Kernel
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan, Variant
 from qcompile.codegen.gpu.operands import GridSize, grid_size

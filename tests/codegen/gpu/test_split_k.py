@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from qcompile.codegen.gpu.gemm import tiles
-from qcompile.codegen.gpu.gemm.pack import pack_gpu, padded_inputs, unpack_gpu
+from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.gemm.render import arguments_of, compile_for, name_of, render
 from qcompile.codegen.gpu.gemm.spec import KernelSpec, reference
 from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
-from qcompile.formats.registry import weight_format
+from qcompile.formats.registry import gpu_packing, weight_format
 from qcompile.targets import TARGETS, TUNED_ON
 from tests.codegen.gpu.test_gemm import IN_GROUPS, number_format, packing_of, weight
 from tests.support.interpreted import interpreted, needs_triton
@@ -139,7 +139,7 @@ def test_a_single_row_of_a_small_or_an_odd_weight_has_a_kernel_of_its_own() -> N
     for format in INTEGERS:
         for n, k in (*SHAPES, (151936, 1024), (151936, 896), (256, 256)):
             if format != "qoq_g128" or k % 256 == 0:
-                tile = tiles.choose_batch_invariant(format, n, padded_inputs(k, format), 1)
+                tile = tiles.choose_batch_invariant(format, n, gpu_packing(format).padded_inputs(k), 1)
                 assert tile.tokens == 1 and n // tile.rows * tile.warps >= min(
                     n // 8 * 4, 8 * TUNED_ON.multiprocessors
                 ), (
@@ -208,7 +208,7 @@ def test_a_part_without_inputs_is_refused() -> None:
 def test_weights_of_any_shape_have_programs_for_all_multiprocessors(format: str) -> None:
     """Or as many parts as are worth while; and floats the same parts for any number of rows."""
     for n, k in SHAPES:
-        k = padded_inputs(k, "mxfp4_int8" if format == "mxfp4_a8" else format)
+        k = gpu_packing("mxfp4_int8" if format == "mxfp4_a8" else format).padded_inputs(k)
         specs = [
             KernelSpec(format, n, k, tiles.choose_batch_invariant(format, n, k, rows))
             for rows in (1, 16, 64, 300, 2048)
@@ -232,7 +232,7 @@ def test_cuts_fit_the_gpu_and_begin_where_others_do(format: str, target: str) ->
     """All of a weight's, by class of M: a row's bits are by where parts of the inputs begin."""
     gpu = TARGETS[target]
     for n, k in (*SHAPES, *SMALL):
-        k = padded_inputs(k, packing_of(format))
+        k = gpu_packing(packing_of(format)).padded_inputs(k)
         if format == "mix_4_8" and n % 64:
             continue
         specs = [

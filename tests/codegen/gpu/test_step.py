@@ -22,9 +22,10 @@ from qcompile.codegen.calls import Embed, QuantizeRows
 from qcompile.codegen.gpu.attention import AttentionSpec
 from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.attention_variants import for_queries
-from qcompile.codegen.gpu.compile import Kernel, build, compile_kernel, triton_version
+from qcompile.codegen.gpu.compile import build, compile_kernel, triton_version
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
+from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.rows import MAX_WIDTH, RowSpec, in_blocks

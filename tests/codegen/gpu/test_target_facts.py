@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from qcompile.codegen.gpu.attention_splits import SplitLimits
-from qcompile.codegen.gpu.gemm import expert_tiles, tiles
+from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.render import compile_for
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
@@ -81,6 +81,6 @@ def test_tiles_of_experts_fit_shared_memory(target: str) -> None:
     gpu = GPUS[target]
     for format in ("bf16", "qoq_g128", "w4_asym_g128", "mxfp4_a8"):
         for n, k, slots in ((5760, 3072, 16), (1536, 2048, 64), (2048, 768, 64)):
-            tile = expert_tiles.choose(format, n, k, slots, gpu)
+            tile = tiles.choose_for_experts(format, n, k, slots, gpu)
             step = KernelSpec(format, n, k, tile).step_bytes
             assert tile.stages * step <= gpu.shared_bytes, tile

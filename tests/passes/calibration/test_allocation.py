@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from qcompile.calibration import Calibration
 from qcompile.errors import QualityError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
-from qcompile.passes.base import apply
+from qcompile.passes.base import Pass, PassResult, apply
 from qcompile.passes.calibration import salience, trial
+from qcompile.passes.calibration.calibrate import Calibrate
 from qcompile.passes.calibration.salience import Salience
 from qcompile.passes.merge import Merge
 from qcompile.passes.quantize import Quantize
@@ -58,7 +61,7 @@ def test_codes_have_the_wanted_bits(wanted: float) -> None:
 class Stated:
     """Replaces Trial: perplexity rises by a tenth for every bit below 8, plus 0.01."""
 
-    def __init__(self, graph: Graph, calibration: Calibration) -> None:
+    def __init__(self, *_: object) -> None:
         pass
 
     def increase(self, graph: Graph) -> float:
@@ -78,12 +81,21 @@ def test_a_limit_on_perplexity_takes_as_few_bits_as_keep_it(monkeypatch: pytest.
         apply(Salience(max_perplexity_increase=0.005), merged())
 
 
-def test_trials_are_kept_between_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass(frozen=True)
+class Untried(Pass):
+    """A pass that must not run."""
+
+    name: ClassVar[str] = "untried"
+
+    def run(self, graph: Graph) -> PassResult:
+        raise AssertionError
+
+
+def test_trials_are_kept_between_runs(tmp_path: Path) -> None:
     graph = apply(Salience(target_bits=5.0), merged()).graph
     graph.calibration = Calibration(graph.calibration.tokens, folder=tmp_path)  # type: ignore[union-attr]
-    first = trial.Trial(graph, graph.calibration).increase(graph)
-    again = trial.Trial(graph, graph.calibration)
-    monkeypatch.setattr(trial, "Calibrate", None)
+    first = trial.Trial(graph, graph.calibration, (Quantize(), Calibrate())).increase(graph)
+    again = trial.Trial(graph, graph.calibration, (Untried(),))
     assert again.increase(graph) == first
 
 
