@@ -30,8 +30,8 @@ For an ATen operator that is missing, or for another way to write a known operat
 
 1. Write the handler in the file of its concept: layout, selection, concatenation, memory (copies and views);
    embeddings, positions, rotary, lengths, complex_numbers (functions of the position); elementwise, activations, norms,
-   linear; attention, written_attention, masks; routers, experts. A pattern is recognized from its last operator, with
-   `is_call`, `strip` and `both_orders` of nodes.py.
+   linear; attention, written_attention, masks; recurrent; routers, experts. A pattern is recognized from its last
+   operator, with `is_call`, `strip` and `both_orders` of nodes.py.
 2. Add it to the line of its operator in `HANDLERS`: special cases first, the general rule last.
 3. Test in tests/passes/raising/ that a module with it has the same logits and the expected operators, and that similar
    modules which differ in one point (another factor, order or dimension) are refused or right (test_near_misses.py).
@@ -61,6 +61,7 @@ from qcompile.passes.raising import (
     memory,
     norms,
     positions,
+    recurrent,
     routers,
     selection,
     written_attention,
@@ -144,7 +145,13 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "arange": (positions.arange,),
     "cos": (positions.trigonometric,),
     "embedding": (embeddings.embedding,),
+    "full": (positions.uniform,),
+    "full_like": (positions.uniform,),
     "ger": (positions.outer,),
+    "new_full": (positions.uniform,),
+    "new_ones": (positions.uniform,),
+    "ones": (positions.uniform,),
+    "ones_like": (positions.uniform,),
     "outer": (positions.outer,),
     "polar": (complex_numbers.polar,),
     "sin": (positions.trigonometric,),
@@ -168,7 +175,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "square": (activations.squared_relu,),
     "sub": (elementwise.shift, elementwise.add),
     "true_divide": _DIVIDE,
-    "where": (lengths.decided_where, activations.xielu),
+    "where": (lengths.decided_where, activations.xielu, activations.written_softplus),
     # activations and norms
     "elu": (activations.activation,),
     "gelu": (activations.activation,),
@@ -190,6 +197,9 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "mm": (linear.matmul, positions.outer_matmul, written_attention.written_attention),
     "qcompile::attention": (attention.attention,),
     "scaled_dot_product_attention": (attention.sdpa,),
+    # recurrent layers
+    "qcompile::causal_conv": (recurrent.causal_conv,),
+    "qcompile::linear_recurrence": (recurrent.linear_recurrence,),
     # experts
     "_softmax": (routers.softmax,),
     "amax": (routers.best, lengths.largest_position),

@@ -28,6 +28,20 @@ def activation(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Kno
     return _apply(facts, build, node, a.positional[0], "unary", kind)
 
 
+def written_softplus(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """x where x > bound, else log(1 + e^x), for a bound beyond which both are equal in float32, and e^x is finite."""
+    test, yes, no = (strip(item) for item in node.args[:3])
+    bound = facts.number(test.args[1]) if is_call(test, "gt", "ge") else None
+    if bound is None or not 17 <= bound <= 88 or strip(test.args[0]) is not yes:
+        return None
+    raised = (
+        no.args[0] if is_call(no, "log1p") else _minus_one(facts, strip(no.args[0])) if is_call(no, "log") else None
+    )
+    if not is_call(strip(raised), "exp") or strip(strip(raised).args[0]) is not yes:
+        return None
+    return _apply(facts, build, node, yes, "unary", "softplus")
+
+
 def squared_relu(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """relu(x)²."""
     relu = strip(node.args[0])

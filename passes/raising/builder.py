@@ -105,6 +105,15 @@ class Builder:
         count = weight.meta["val"].numel() * size
         return self._derived(weight, f"each{size}", (count,), lambda w: w.flatten().float().repeat_interleave(size))
 
+    def rows_of(self, weight: fx.Node, rows: int) -> fx.Node:
+        """The raised weight `weight` [F] as [rows, F / rows]."""
+        source, store = str(weight.target), self.out.weights
+        name = f"{source}.rows_of{rows}"
+        if name not in store:
+            size = (rows, store.entries[source].shape[0] // rows)
+            store.add(name, size, store.entries[source].dtype, lambda: store[source].reshape(size))
+        return self.read(name)
+
     def transposed(self, weight: fx.Node) -> fx.Node:
         """`weight` [K, N] as [N, K]; undoes a transpose instead of adding one."""
         dims = [d % 2 for d in weight.args[1:3]] if operator_name(weight) == "transpose" else []  # type: ignore[operator]

@@ -31,6 +31,8 @@ def addmm(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
 def matmul(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """x @ weight [K, N], also where the weight is repeated over the batch."""
     left, right = a.positional[:2]
+    if isinstance(facts.known.get(left), Constant):
+        return _linear_of_columns(facts, build, node, left, right)
     source, known = facts.known.get(left), facts.known.get(right)
     if not isinstance(source, Value) or source.base is None or not isinstance(known, (Constant, Spread)):
         return None
@@ -38,6 +40,15 @@ def matmul(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     if matrix.meta["val"].dim() != 2:
         return None
     return _linear(facts, build, node, left, build.transposed(matrix), None)
+
+
+def _linear_of_columns(facts: Facts, build: Builder, node: fx.Node, weight: fx.Node, source: fx.Node) -> Known:
+    """weight [N, K] @ x [.., K, T]: a linear of the transposed x, transposed back."""
+    value = facts.known.get(source)
+    if not isinstance(value, Value) or value.base is None or len(value.dims) < 2 or weight.meta["val"].dim() != 2:
+        return None
+    swapped = [*range(len(value.dims) - 2), -1, -2]
+    return values.permute(_linear_of(facts, build, node, values.permute(value, swapped), build.weight(weight)), swapped)
 
 
 def _linear(

@@ -40,6 +40,17 @@ def arange(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     return values.add(place, Value(None, (), values.make_terms((), coef=float(start))))
 
 
+def uniform(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """A tensor with one number in all places, such as a mask of tokens that are no padding: 1 at all positions."""
+    number = facts.number(getattr(a, "fill_value", float("ones" in operator_name(node))))
+    shape, axes = facts.shape(node), {size: axis for axis, size in LENGTHS.items()}
+    if number is None:
+        return None
+    sizes = [size for size in shape if size > 1 and size not in axes]
+    dims = tuple(axes.get(size, "F" if size > 1 else "") for size in shape)
+    return Value(None, dims, values.make_terms(sizes, coef=number))
+
+
 def trigonometric(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """cos and sin of angles that are linear in the position."""
     value = facts.value(a.input_)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
-from qcompile.checkpoints import huggingface_weights, state
+from qcompile.checkpoints import huggingface_weights, kernel_functions, state
 from qcompile.checkpoints.attention_interface import ATTENTION, OwnAttention, attention, causal_mask
 from qcompile.checkpoints.checkpoint import Checkpoint, name_of, read_json
 from qcompile.checkpoints.configuration import context_length, cut, read_config
@@ -144,7 +144,7 @@ def _fake_weights(module: nn.Module) -> Iterator[FakeTensorMode]:
 
 def _export(module: Any, most: int) -> ExportedProgram:
     shape = (EXAMPLE_BATCH, EXAMPLE_TOKENS)
-    with _fake_weights(module) as mode:
+    with _fake_weights(module) as mode, kernel_functions.replaced(module):
         with mode:
             ids = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
         return export(functools.partial(_Logits, module), ids, module.config.model_type, most)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,11 +179,9 @@ def _settle_ties(module: Any, checkpoint: Checkpoint, files: dict[str, str]) -> 
 def _computed_buffers(module: Any) -> dict[str, Tensor]:
     """Values of buffers that are not stored, such as rotary frequencies, computed by the model's own code.
 
-    They are moved to the CPU temporarily, filled by transformers' initialization of their modules, and removed again;
-    parameters stay on the meta device, where initialization does nothing.
+    They are moved to the CPU temporarily, filled by transformers' initialization of their modules, or of modules that
+    contain these, and removed again; parameters stay on the meta device, where initialization does nothing.
     """
-    from transformers import PreTrainedModel
-
     computed: dict[str, Tensor] = {}
     for path, owner in module.named_modules():
         names = [name for name in owner._non_persistent_buffers_set if owner._buffers.get(name) is not None]
@@ -193,10 +191,7 @@ def _computed_buffers(module: Any) -> dict[str, Tensor]:
         for name, buffer in kept.items():
             fill = float("nan") if buffer.is_floating_point() else 0
             owner._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device="cpu")
-        parents = [module.get_submodule(path[:i]) for i, c in enumerate(path + ".") if c in "."]
-        initializer = next(m for m in reversed([module, *parents]) if isinstance(m, PreTrainedModel))
-        with torch.no_grad():
-            initializer._init_weights(owner)
+        _fill(module, path, [owner._buffers[name] for name in kept])
         for name, buffer in kept.items():
             computed[f"{path}.{name}" if path else name] = owner._buffers[name]
             owner._buffers[name] = buffer
@@ -204,3 +199,16 @@ def _computed_buffers(module: Any) -> dict[str, Tensor]:
         if value.is_floating_point():
             require_finite(name, value)
     return computed
+
+
+def _fill(module: Any, path: str, buffers: Sequence[Any]) -> None:
+    """Initialize the submodule at `path` of `module`, and then what contains it, until all its `buffers` are filled."""
+    from transformers import PreTrainedModel
+
+    around = [module, *(module.get_submodule(path[:i]) for i, c in enumerate(path + ".") if c == "." and i)]
+    initializers = [m for m in around if isinstance(m, PreTrainedModel)]
+    for owner in reversed(around):
+        with torch.no_grad():
+            initializers[-1]._init_weights(owner)
+        if all(bool(buffer.isfinite().all()) for buffer in buffers):  # integers, too, are finite
+            return

@@ -64,6 +64,8 @@ def test_a_gelu_that_is_written_out_is_one(style: str) -> None:
         ("mish", lambda x: F.softplus(x).tanh() * x),
         ("elu", F.elu),
         ("softplus", F.softplus),
+        ("softplus", lambda x: torch.where(x > 20.0, x, torch.log(1.0 + torch.exp(x)))),
+        ("softplus", lambda x: torch.where(x >= 30, x, x.exp().log1p())),
     ],
 )
 def test_activations_of_one_operator(kind: str, curve: Curve) -> None:
@@ -81,6 +83,9 @@ OTHERS: dict[str, Curve] = {
     "steeper softplus": lambda x: F.softplus(x, 2.0),
     "softplus that ends early": lambda x: F.softplus(x, 1.0, 0.5),
     "deeper elu": lambda x: F.elu(x, 0.5),
+    "softplus that ends early, written out": lambda x: torch.where(x > 0.5, x, torch.log(1.0 + torch.exp(x))),
+    "softplus of two bases": lambda x: torch.where(x > 20, x, torch.log(2.0 + torch.exp(x))),
+    "softplus of others": lambda x: torch.where(x > 20, x, torch.log(1.0 + torch.exp(x.flip(-1)))),
     "slope": lambda x: bent(x, slope=0.8),
     "cube": lambda x: bent(x, cube=0.0447),
     "one": lambda x: bent(x, one=1.01),

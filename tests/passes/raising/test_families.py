@@ -54,7 +54,6 @@ RIGHT: dict[str, dict[str, Any]] = {
     "nemotron": COMMON,  # squared ReLU, LayerNorm with 1 + w
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mamba": ({"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1}, "mamba cannot be exported"),
     "phimoe": (COMMON | EXPERTS, "PhimoeTopKRouter"),
     "bert": (COMMON | {"is_decoder": False}, "neither causal nor"),
 }
