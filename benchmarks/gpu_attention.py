@@ -243,7 +243,7 @@ class Problem:
             todo = [(spec.kernel(90), (programs, KV_HEADS, cache.batch))]
         else:
             several = splits > GROUP_SPLITS
-            merge = MergeSpec(spec.kv, HEADS, 1, not several, 0, spec.split, leaves, sinks=spec.sinks)
+            merge = MergeSpec(spec.kv, HEADS, 1, not several, spec.split, leaves, sinks=spec.sinks)
             todo.append((merge.kernel(90), (tokens, merge.programs, -(-splits // GROUP_SPLITS))))
             if several:
                 todo.append((replace(merge, level=2, final=True).kernel(90), (tokens, HEADS, 1)))

@@ -198,9 +198,8 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> 
     limits = Limits(512, found.program.vocab_size, kv.page_tokens, context, kv.ring_tokens)
     pages = -(-tokens // context) * limits.pages_for(context)
     target = CudaExecutor(gpu, plans[0], functions, addresses, pages, limits)
-    cache = torch.as_tensor(View(target.memory.cache, kv.layers * target.memory.layer_bytes), device="cuda").view(
-        torch.bfloat16
-    )
+    cache = torch.as_tensor(View(target.memory.cache, target.memory.layer_places[-1]), device="cuda")
+    cache = cache.view(torch.bfloat16)
     for part in cache.split(1 << 28):
         part.normal_()
     torch.cuda.synchronize()  # what is measured next goes through another stream

@@ -219,7 +219,16 @@ MUTATIONS = (
         'get("correction", 1) not in (0, 0.0, 1)',
         "tests/passes/raising/test_norms.py",
     ),
-    Mutation("the kernel's window is one token too wide", ATTENTION, "last - a.window + 1", "last - a.window", TORCH),
+    Mutation(
+        "the kernel's window is one token too wide", ATTENTION, "position - a.window + 1", "position - a.window", TORCH
+    ),
+    Mutation(
+        "the kernel's chunks begin one token too late",
+        ATTENTION,
+        "? position - position % a.chunk",
+        "? position - position % a.chunk + 1",
+        "tests/codegen/cpu/test_attention.py",
+    ),
     Mutation("the kernel ignores soft caps", ATTENTION, "if (a.softcap > 0)", "if (a.softcap < 0)", TORCH),
     Mutation(
         "the kernel turns interleaved pairs the other way",

@@ -178,6 +178,30 @@ class RopeAppend(Call):
 
 
 @dataclass(frozen=True)
+class RopeHeads(Call):
+    """Changes `heads` heads of x, f32 [tokens, width], from column `offset` on in place as RopeAppend changes q.
+
+    The weight `center`, f32 [heads * head_dim], is subtracted after the factors `table` and `weight`, and before the
+    Hadamard matrix.
+    """
+
+    kernel: ClassVar[str] = "rope_heads"
+    write_fields: ClassVar[tuple[str, ...]] = ("x",)
+    x: str
+    offset: int
+    heads: int
+    head_dim: int
+    rotary_dim: int = 0
+    inv_freq: str | None = None
+    scaling: float = 1.0
+    interleaved: bool = False
+    center: str | None = None
+    block: int = 0
+    table: str | None = None
+    weight: str | None = None
+
+
+@dataclass(frozen=True)
 class Gather(Call):
     """out[t, i] = column index[i] of the concatenated sources, 0 where index[i] is -1. `index`: int32 weight [width].
 
@@ -198,7 +222,8 @@ class Attention(Call):
     """out[t, h] = softmax(softcap(q k^T * scale) + mask) v over the layer's KV pages.
 
     q: f32 at column `q_offset` of its buffer, [tokens, heads, head_dim]; out: f32 [tokens, heads * value_dim].
-    `window` > 0 lets position p see p - window + 1 .. p; `softcap` > 0 is cap * tanh(s / cap).
+    `window` > 0 lets position p see p - window + 1 .. p, `chunk` > 0 lets it see p - p % chunk .. p; `softcap` > 0 is
+    cap * tanh(s / cap).
     """
 
     kernel: ClassVar[str] = "attention"
@@ -221,6 +246,7 @@ class Attention(Call):
     """Weight f32 [kv_heads * head_dim]: was subtracted from cached keys; scores are those of the keys with it."""
     value: tuple[int, int] | None = None
     """The features of the keys, from the first to before the second, that are the values; None: values are cached."""
+    chunk: int = 0
 
     @property
     def value_dim(self) -> int:

@@ -31,6 +31,7 @@ from qcompile.codegen.calls import (
     NormHeads,
     QuantizeRows,
     RopeAppend,
+    RopeHeads,
     Route,
     TakeRows,
 )
@@ -174,6 +175,25 @@ def _rope_append(low: Lowering, node: fx.Node) -> Call:
     )
 
 
+def _rope_heads(low: Lowering, node: fx.Node) -> Call:
+    given = ops.operands(node)
+    return RopeHeads(
+        node.name,
+        x=low.buffer(given.x),
+        offset=given.offset,
+        heads=given.heads,
+        head_dim=given.head_dim,
+        rotary_dim=0 if given.inv_freq is None else 2 * given.inv_freq.meta["val"].shape[0],
+        inv_freq=low.vector(given.inv_freq),
+        scaling=given.scaling,
+        interleaved=given.interleaved,
+        center=low.vector(given.center),
+        block=given.block,
+        table=low.flat(given.table),
+        weight=low.vector(given.weight),
+    )
+
+
 def _gather(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     return Gather(
@@ -195,11 +215,12 @@ def _attention(low: Lowering, node: fx.Node) -> Call:
         q_offset=low.column(given.q),
         out=low.buffer(node),
         heads=heads,
-        kv_heads=given.cache.meta["val"].shape[-2],
+        kv_heads=given.kv_heads or given.cache.meta["val"].shape[-2],
         head_dim=head_dim,
         scale=given.scale,
         layer=given.layer,
         window=given.window,
+        chunk=given.chunk,
         softcap=given.softcap,
         sinks=low.vector(given.sinks),
         key_bias=low.flat(given.key_bias),
@@ -331,6 +352,7 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "hadamard_quantize": _hadamard,
     "gemm": _gemm,
     "rope_append": _rope_append,
+    "rope_heads": _rope_heads,
     "gather_features": _gather,
     "kv_attention": _attention,
     "conv_step": conv_step,
@@ -388,7 +410,16 @@ def lower(graph: Graph, weights: WeightTable, origin: str = "") -> Program:
 
 def _kv_layout(graph: Graph) -> KVLayout:
     layers, _, _, kv_heads, head_dim = next(n for n in graph.inputs if n.target == "step_cache").meta["val"].shape
-    appends, reads = graph.calls("rope_append"), graph.calls("kv_attention")
+    appends = [ops.operands(node) for node in graph.calls("rope_append")]
+    heads = tuple((each.kv_heads, each.head_dim) for each in sorted(appends, key=lambda each: each.layer))
+    mixed = any(each != (kv_heads, head_dim) for each in heads)
+    reads = graph.calls("kv_attention")
     value = ops.operand(reads[0], "value") if reads else None
-    format = ops.operand(appends[0], "format") if appends else "kv16"
-    return KVLayout(format, layers, kv_heads, head_dim, value=None if value is None else tuple(value))
+    return KVLayout(
+        appends[0].format if appends else "kv16",
+        layers,
+        kv_heads,
+        head_dim,
+        by_layer=heads if mixed else (),
+        value=None if value is None else tuple(value),
+    )

@@ -30,12 +30,13 @@ class Cache(Pass):
     The graph's inputs become token_ids [M], positions [M], sequence [M] (the row's index into block_table), block_table
     [S, pages], output_rows [R] and cache [layers, 2, slots, Hk, D]; its outputs are logits [R, V] and the new cache.
     All operators but attention and those with states (passes/states.py) treat rows independently, so only these change.
-    A model without attention has a cache of 0 layers. Logits are computed for
-    `output_rows` only. Values narrower than keys are padded with zeros, which are sliced off after attention, because
-    all heads in a page have one size. Values that are features of the keys (passes/latent.py) are not stored, except in
-    hierarchical caches. Keys and values are quantized per head and token (QServe 3.2); LATENT_GROUP features share a
-    scale where values are features of the keys. kv_hier is QuantSpec's hierarchical cache; kv_hier4 is the draft's view
-    of it, which reads the upper 4 bits only.
+    Attentions over the same keys and values share a layer of the cache, to which the first one appends. Layers may
+    differ in heads and head size; Hk and D are the largest. A model without attention has a cache of 0 layers. Logits
+    are computed for `output_rows` only. Values narrower than keys are padded with zeros, which are sliced off after
+    attention, because a layer's keys and values have one size. Values that are features of the keys (passes/latent.py)
+    are not stored, except in hierarchical caches. Keys and values are quantized per head and token (QServe 3.2);
+    LATENT_GROUP features share a scale where values are features of the keys. kv_hier is QuantSpec's hierarchical
+    cache; kv_hier4 is the draft's view of it, which reads the upper 4 bits only.
     """
 
     name: ClassVar[str] = "cache"
@@ -53,44 +54,64 @@ class Cache(Pass):
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
-        for node in graph.calls("attention"):
-            if not self._values_in_keys(node):
-                _pad_values(graph, node)
+        self._pad_values(graph)
         attentions = graph.calls("attention")
-        heads = {_kv_shape(node, self._values_in_keys(node)) for node in attentions} or {((1, 1), None)}
         if not attentions and not graph.calls(*OPERATORS):
             raise PassError(
                 self.name, graph.output.name, "the model has no attention and no state, so nothing to cache"
             )
-        if len(heads) != 1:
-            where = attentions[0].name
-            raise PassError(self.name, where, f"layers must agree in KV heads and head size, found {sorted(heads)}")
+        shapes = [_kv_shape(node, self._values_in_keys(node)) for node in attentions] or [((1, 1), None)]
+        if len({value for _, value in shapes}) != 1:
+            raise PassError(self.name, attentions[0].name, "layers must agree in which features of keys are values")
         inputs = _step_inputs(graph)
         cache: fx.Node = inputs["cache"]
-        for layer, node in enumerate(attentions):
-            cache = self._replace_attention(graph, node, layer, inputs, cache)
+        layers: dict[tuple[fx.Node, fx.Node], int] = {}
+        for node in attentions:
+            cache = self._replace_attention(graph, node, layers, inputs, cache)
         states, layout = replace_states(graph, inputs)
         _take_output_rows(graph, inputs["output_rows"])
         graph.output.args = ((graph.output.args[0], cache, *states),)
-        (kv_heads, head_dim), _ = heads.pop()
-        graph.infer([*_example(len(attentions), kv_heads, head_dim), *example_states(layout)])
+        kv_heads, head_dim = (max(sizes) for sizes in zip(*(heads for heads, _ in shapes), strict=True))
+        graph.infer([*_example(len(layers), kv_heads, head_dim), *example_states(layout)])
         return PassResult(graph, len(attentions) + len(layout.layers))
 
     def _replace_attention(
-        self, graph: Graph, node: fx.Node, layer: int, inputs: dict[str, fx.Node], cache: fx.Node
+        self,
+        graph: Graph,
+        node: fx.Node,
+        layers: dict[tuple[fx.Node, fx.Node], int],
+        inputs: dict[str, fx.Node],
+        cache: fx.Node,
     ) -> fx.Node:
+        """Attend over pages instead; keys and values are appended unless they are in `layers`. Returns the cache."""
         given = ops.named(node)
         k, v = given.pop("k"), given.pop("v")
         step: dict[str, Any] = {name: inputs[name] for name in ("positions", "sequence", "block_table")}
-        step["layer"] = layer
-        bits = kv_format(self.format).read_bits
+        known = (k, v) in layers
+        step["layer"] = layers.setdefault((k, v), len(layers))
+        bits, kv_heads = kv_format(self.format).read_bits, k.meta["val"].shape[-2]
         value = self._values_in_keys(node)
         with graph.fx.inserting_before(node):
-            appended = graph.create("kv_append", k, None if value else v, **step, cache=cache, format=self.format)
+            if not known:
+                cache = graph.create("kv_append", k, None if value else v, **step, cache=cache, format=self.format)
             given |= {"value": list(value)} if value else {}
-            read = graph.create("kv_attention", **step, **given, cache=appended, bits=bits)
+            read = graph.create("kv_attention", **step, **given, cache=cache, bits=bits, kv_heads=kv_heads)
         graph.replace(node, read)
-        return appended
+        return cache
+
+    def _pad_values(self, graph: Graph) -> None:
+        """Pad cached values narrower than their keys with zeros, and slice the padding off attention's results."""
+        made: dict[tuple[fx.Node, int], fx.Node] = {}
+        for node in graph.calls("attention"):
+            value, wide = ops.operand(node, "v"), ops.operand(node, "k").meta["val"].shape[-1]
+            narrow = value.meta["val"].shape[-1]
+            if narrow >= wide or self._values_in_keys(node):
+                continue
+            if (value, wide) not in made:
+                with graph.fx.inserting_before(node):
+                    made[value, wide] = _padded(graph, value, wide)
+            ops.set_operands(node, v=made[value, wide])
+            _cut(graph, node, narrow)
 
     def _values_in_keys(self, node: fx.Node) -> Features | None:
         """Which features of the keys are the values, so that only keys are cached; None if values are cached too."""
@@ -105,20 +126,20 @@ def _kv_shape(node: fx.Node, value: Features | None) -> tuple[tuple[int, int], F
     return tuple(k[-2:]), value
 
 
-def _pad_values(graph: Graph, node: fx.Node) -> None:
-    """Pad values narrower than keys with zeros, and slice the padding off the attention output."""
-    key, value = ops.operand(node, "k"), ops.operand(node, "v")
-    (_, _, heads, wide), (_, _, kv_heads, narrow) = key.meta["val"].shape, value.meta["val"].shape
-    if narrow >= wide:
-        return
-    heads = node.meta["val"].shape[-2]
-    place = np.arange(kv_heads * narrow).reshape(kv_heads, narrow)
+def _padded(graph: Graph, value: fx.Node, wide: int) -> fx.Node:
+    """`value` [B, T, H, n] with zeros after the features of each head, [B, T, H, wide], at the insertion point."""
+    heads, narrow = value.meta["val"].shape[-2:]
+    place = np.arange(heads * narrow).reshape(heads, narrow)
     filled = np.pad(place, ((0, 0), (0, wide - narrow)), constant_values=-1).ravel()
+    split = ops.name_of(value.target) == "split_heads"
+    flat = ops.operand(value, "x") if split else graph.call("merge_heads", value)
+    return graph.call("split_heads", gathered(graph, [flat], filled), heads)
+
+
+def _cut(graph: Graph, node: fx.Node, narrow: int) -> None:
+    """Make the users of attention `node`, whose values were padded, read the first `narrow` features of its heads."""
+    heads, wide = node.meta["val"].shape[-2], ops.operand(node, "v").meta["val"].shape[-1]
     kept = np.arange(heads * wide).reshape(heads, wide)[:, :narrow].ravel()
-    with graph.fx.inserting_before(node):
-        split = ops.name_of(value.target) == "split_heads"
-        flat = ops.operand(value, "x") if split else graph.call("merge_heads", value)
-        ops.set_operands(node, v=graph.call("split_heads", gathered(graph, [flat], filled), kv_heads))
     users = list(node.users)
     graph.infer_node(node)
     with graph.fx.inserting_after(node):

@@ -47,9 +47,10 @@ class _Value:
 class PlanMemory(Pass):
     """Writes node.meta["storage"]: buffer, dtype, width, group, activation, rows, offset (bytes per row), column.
 
-    Views share their source's buffer at a column offset. rope_append works in place; a gemm with residual add does if
-    nothing reads the old value later. Buffers with disjoint lifetimes share bytes (first fit, largest first). What is
-    rounded to bf16 has a place from when it is computed, so that the kernel that computes it may write it rounded.
+    Views share their source's buffer at a column offset. Operators on heads work in place; a gemm with residual add
+    does if nothing reads the old value later. Buffers with disjoint lifetimes share bytes (first fit, largest first).
+    What is rounded to bf16 has a place from when it is computed, so that the kernel that computes it may write it
+    rounded.
     """
 
     name: ClassVar[str] = "plan_memory"
@@ -119,7 +120,7 @@ def _shared(
     if kind in VIEWS:
         value, column = values[source]
         return value, column + (given.start if kind == "slice_features" else 0)
-    if kind in ("rope_append", "norm_heads") or (kind == "quantize_activation" and given.kind == "f32"):
+    if kind in ("rope_append", "rope_heads", "norm_heads") or (kind == "quantize_activation" and given.kind == "f32"):
         return values[source]
     if kind == "gemm" and given.residual is not None:
         value, column = values[given.residual]

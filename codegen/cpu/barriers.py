@@ -46,9 +46,9 @@ class Barriers:
         if index + 1 == len(calls):
             return "false"  # the step ends with a barrier
         if isinstance(call, RopeAppend):
-            return "!s.by_head()" if isinstance(calls[index + 1], Attention) else "true"
-        if self.by_head(index):
-            return "!s.by_head()"
+            return f"!s.by_head({call.kv_heads})" if isinstance(calls[index + 1], Attention) else "true"
+        if self.by_head(index) and (rope := self.rope_after(index)):
+            return f"!s.by_head({rope.kv_heads})"
         if index + 1 in self.shares:
             return f"!{self.producer_condition(index + 1)}"
         private = [name for name in call.writes if name in self.own]

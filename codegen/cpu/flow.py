@@ -74,7 +74,8 @@ def producer_share(program: Program, index: int) -> Share | None:
     if x.rows != "tokens" or sum(call.x in c.reads for c in program.calls) != 1:
         return None
     if isinstance(maker, Attention):
-        return Share("kKvHeads", maker.heads // maker.kv_heads * maker.value_dim, step, "s.by_head() && ")
+        heads = maker.kv_heads
+        return Share(str(heads), maker.heads // heads * maker.value_dim, step, f"s.by_head({heads}) && ")
     if isinstance(maker, Gemm) and not maker.blocks and maker.epilogue in ("store", *GATED):
         return Share(str(-(-maker.n // 32)), 16 if maker.epilogue in GATED else 32, step)
     return None

@@ -22,6 +22,7 @@ from qcompile.codegen.calls import (
     NormHeads,
     QuantizeRows,
     RopeAppend,
+    RopeHeads,
     Route,
     TakeRows,
 )
@@ -185,7 +186,7 @@ class Statements:
         rope = self.barriers.rope_after(index)
         if rope is not None and rope.v_offset is not None and self.barriers.by_head(index):
             q, k = (rope.k_offset - rope.q_offset) // 32, (rope.v_offset - rope.k_offset) // 32
-            lines.append(f"if (s.by_head()) {var}.parts[0] = {q}, {var}.parts[1] = {k};")
+            lines.append(f"if (s.by_head({rope.kv_heads})) {var}.parts[0] = {q}, {var}.parts[1] = {k};")
         kernel = weight_format(c.format).cpu_kernel(x.kind)
         lines.append(f"{kernel}({var}, {ident(c.x)}, s.w);")
         if out is not None and out.width != out.stride:
@@ -261,6 +262,15 @@ class Statements:
         rope = f"{{{', '.join([table, str(c.rotary_dim), boolean(c.interleaved), *more])}}}"
         return [f"s.append({{{where}, {rope}, b.positions, b.query_start}}, {c.layer});"]
 
+    def _rope_heads(self, c: RopeHeads, _: int) -> list[str]:
+        table = "nullptr"
+        if c.inv_freq is not None:
+            table = self._rope_table(c.inv_freq, c.rotary_dim, c.scaling).name
+        weights = ", ".join(self.weight(name) for name in (c.center, c.table, c.weight))
+        rope = f"{{{table}, {c.rotary_dim}, {boolean(c.interleaved)}, {c.block}, {weights}}}"
+        where = f"{ident(c.x)}, {self.program.buffer(c.x).stride}, {c.offset}, {c.heads}, {c.head_dim}"
+        return [f"rope_heads({{{where}, {rope}, b.positions}}, {self.mine(c.x)});"]
+
     def _rope_table(self, inv_freq: str, rotary_dim: int, scaling: float) -> RopeTable:
         key = (inv_freq, rotary_dim, scaling)
         if key not in self.ropes:
@@ -273,7 +283,7 @@ class Statements:
         q = self.program.buffer(c.q)
         where = f"{ident(c.q)}, {q.stride}, {c.q_offset}, {ident(c.out)}, {c.heads}"
         extra = f"{self.weight(c.sinks)}, {self.weight(c.key_bias)}, kMaxPosition, {self.weight(c.center)}"
-        how = f"{f32(c.scale)}, {c.window}, {f32(c.softcap)}, {extra}"
+        how = f"{f32(c.scale)}, {c.window}, {c.chunk}, {f32(c.softcap)}, {extra}"
         columns = self._new_columns(c) if self.program.kv.hierarchical else ""
         if c.value is not None:
             columns = f", 0, 0, {c.value[0]}, {c.value_dim}"
@@ -282,6 +292,10 @@ class Statements:
     def _new_columns(self, c: Attention) -> str:
         """Columns, in q's rows, of the keys and values that attention appends to a hierarchical cache."""
         new = next(a for a in self.program.calls if isinstance(a, RopeAppend) and a.layer == c.layer)
+        first = next(a for a in self.program.calls if isinstance(a, Attention) and a.layer == c.layer)
+        if first != c:
+            reason = "attends to keys of an earlier layer, which has overwritten the newest ones by then"
+            raise UnsupportedError(f"{c.name}: {reason} in a {self.program.kv.format} cache; take another cache format")
         if new.qkv != c.q:
             raise UnsupportedError(f"{c.name}: {self.program.kv.format} needs queries, keys and values in one buffer")
         return f", {new.k_offset}, {new.v_offset}"

@@ -86,6 +86,8 @@ class AppendSpec:
     """Fewest programs per token if groups are rounded; programs beyond the number of heads only round."""
     staged: bool = False
     """Whether k and v go to a buffer bf16 [tokens, 2, KV heads, dim], and nothing is rounded."""
+    appends: bool = True
+    """Whether k and v follow q; without them, a `centered` weight [heads, dim] is subtracted from q."""
     norm_q: HeadNorm | None = None
     norm_k: HeadNorm | None = None
     times: tuple[str, ...] = ()
@@ -99,33 +101,36 @@ class AppendSpec:
     @property
     def rounds(self) -> bool:
         """Whether the programs of a group's first row round an older group."""
-        return self.kv.hierarchical and not self.staged
+        return self.kv.hierarchical and not self.staged and self.appends
 
     @property
     def programs(self) -> int:
         """Programs for each block of `tokens` tokens."""
-        return max(self.heads + 2 * self.kv.heads, self.rounding)
+        return max(self.heads + 2 * self.kv.heads, self.rounding) if self.appends else self.heads
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        pages = [Argument("staged", "*bf16")] if self.staged else page_arguments(self.kv)
-        names = ("positions",) if self.staged else ("positions", "row_sequence", "block_table")
+        paged = self.appends and not self.staged
+        pages = page_arguments(self.kv) if paged else [Argument("staged", "*bf16")] * self.staged
+        names = ("positions", "row_sequence", "block_table") if paged else ("positions",)
         arguments = [Argument("x", "*fp32"), *pages, *(Argument(name, "*i32") for name in names)]
         arguments += [Argument("inv_freq", "*fp32")] * bool(self.rotary_dim)
         arguments += [Argument(name, "*fp32") for name in self.times]
         arguments += [Argument("center", "*fp32")] * self.centered
         for part, norm, *_ in self.norms:
             arguments += [Argument(f"{part}_{vector}", "*fp32") for vector in norm.vectors]
-        numbers = ["first_row" if self.staged else "table_stride"] + ["M"] * (self.tokens > 1)
+        numbers = ["first_row"] * self.staged + ["table_stride"] * paged + ["M"] * (self.tokens > 1)
         arguments += [Argument(name, "i32") for name in numbers]
         # Formats that differ only in what is read share this kernel.
         format = "staged" if self.staged else self.kv.kind.appended_as
-        name = f"append_{format}{f'_{self.tokens}' if self.tokens > 1 else ''}"
+        what = f"append_{format}" if self.appends else "rope_heads"
+        name = f"{what}{f'_{self.tokens}' if self.tokens > 1 else ''}"
         pdl = self.inline_asm and capability >= 90
         source = render_template(
             "append.py.jinja",
             spec=self,
             name=name,
+            paged=paged,
             arguments=arguments,
             pdl=pdl,
             asm=self.inline_asm,

@@ -18,6 +18,7 @@ from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template, result_argument
 from qcompile.codegen.gpu.kv_pages import GpuKV, page_arguments
 from qcompile.codegen.gpu.operands import Grid, GridSize
+from qcompile.codegen.gpu.visible_keys import VisibleKeys
 from qcompile.codegen.sizes import power_of_two
 from qcompile.formats.kv import HIER_GROUP, RING_GROUPS
 
@@ -30,7 +31,7 @@ CONSUMERS = 2
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(VisibleKeys):
     """Flash attention over pages, softmax(q k^T * scale) v.
 
     A program's `rows` are query positions times the heads of a GQA group, in `octets` of 8, or more if one position
@@ -59,7 +60,6 @@ class AttentionSpec:
     heads: int
     q_stride: int
     scale: float
-    window: int = 0
     softcap: float = 0.0
     split: int = 512
     cut: Literal["leaf", "split", "whole"] = "split"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
 
-from qcompile.codegen.calls import Attention, RopeAppend
+from qcompile.codegen.calls import Attention, RopeAppend, RopeHeads
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.append import AppendSpec, HeadNorm, StagedSpec
 from qcompile.codegen.gpu.attention import AttentionSpec
@@ -15,6 +15,7 @@ from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS, MOST_QUERIES
 from qcompile.codegen.gpu.attention_variants import far_variants, for_queries, prefill_variants
 from qcompile.codegen.gpu.context import PlanContext, amax_ref, single_launch, weight_refs
 from qcompile.codegen.gpu.gemm import tiles
+from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
 from qcompile.codegen.gpu.operands import CacheRef, CountRef, Grid, GridSize, InputRef, Operands, ScratchRef
 from qcompile.errors import UnsupportedError
@@ -38,9 +39,8 @@ def _page_args(layer: int) -> Operands:
     return args | {"table_stride": CountRef("table_stride")}
 
 
-def _staging_args(context: PlanContext) -> Operands:
+def _staging_args(kv: GpuKV) -> Operands:
     """Operands of kernels that access the staging buffer for keys and values of prompts."""
-    kv = context.kv
     args: Operands = {name: InputRef(name) for name in ("row_sequence", "query_start")}
     args["staged"] = ScratchRef("staged", MOST_ROWS * 4 * kv.heads * kv.dim)
     return args | {"first_row": CountRef("decoding_tokens")}
@@ -61,22 +61,44 @@ def append(context: PlanContext, c: RopeAppend | fused.NormedAppend) -> Iterator
         if norm is not None:
             args |= weight_refs(**{f"{part}_weight": norm.weight, f"{part}_bias": norm.bias})
     args["M"] = CountRef("tokens")
-    if not context.kv.hierarchical:
+    if not context.hierarchical:
         yield Launch(c.name, "tokens", _append_variants(context, spec, args))
         return
-    rounding = (
-        (most, replace(spec, shares=shares, rounding=each * context.kv.heads)) for most, shares, each in ROUNDING
-    )
+    rounding = ((most, replace(spec, shares=shares, rounding=each * spec.kv.heads)) for most, shares, each in ROUNDING)
     variants = (_append_variant(context, one, most, args) for most, one in rounding)
     yield Launch(c.name, "decoding_tokens", tuple(variants))
     yield from _append_staged(context, c.name, replace(spec, staged=True), args)
+
+
+def rope_heads(context: PlanContext, c: RopeHeads) -> Iterator[Launch]:
+    """The launch that changes heads by position in place."""
+    factors = {"query_table": c.table, "query_weight": c.weight}
+    spec = AppendSpec(
+        GpuKV("kv16", 0, c.head_dim),
+        c.heads,
+        context.buffer(c.x).stride,
+        c.offset,
+        0,
+        0,
+        rotary_dim=c.rotary_dim if c.inv_freq is not None else 0,
+        scaling=c.scaling,
+        interleaved=c.interleaved,
+        hadamard=c.block,
+        centered=c.center is not None,
+        inline_asm=context.inline_asm,
+        appends=False,
+        times=tuple(name for name, weight in factors.items() if weight is not None),
+    )
+    args: Operands = {"x": context.ref(c.x), "positions": InputRef("positions"), "M": CountRef("tokens")}
+    args |= weight_refs(inv_freq=c.inv_freq, center=c.center, **factors)
+    yield Launch(c.name, "tokens", _append_variants(context, spec, args))
 
 
 def _append_spec(context: PlanContext, c: RopeAppend, norm_q: HeadNorm | None, norm_k: HeadNorm | None) -> AppendSpec:
     if c.v_offset is None:
         raise UnsupportedError("values that are features of the keys have no GPU kernels yet")
     return AppendSpec(
-        context.kv,
+        context.kvs[c.layer],
         c.heads,
         context.buffer(c.qkv).stride,
         c.q_offset,
@@ -108,7 +130,7 @@ def _append_variant(context: PlanContext, spec: AppendSpec, most: int, args: Ope
 
 def _append_staged(context: PlanContext, name: str, spec: AppendSpec, args: Operands) -> Iterator[Launch]:
     """Appends of prompts: stages keys and values, as they may not all fit the ring, then rounds groups."""
-    args = args | _staging_args(context)
+    args = args | _staging_args(spec.kv)
     yield Launch(f"{name}.fresh", "prompt_tokens", _append_variants(context, spec, args))
     rounding = StagedSpec(spec.kv, to_ring=False)
     grid: Grid = (GridSize("prompt_queries", HIER_GROUP), rounding.programs, GridSize("prompts"))
@@ -122,8 +144,8 @@ def _append_staged(context: PlanContext, name: str, spec: AppendSpec, args: Oper
 def attention(context: PlanContext, c: Attention, measured: bool = False) -> Iterator[Launch]:
     """The launches of attention. With `measured`, those for decoding store magnitudes of 2 parts of each head."""
     base, out, args = _attention_spec(context, c), context.buffer(c.out), _attention_args(context, c)
-    if out.stride != c.heads * context.kv.dim:
-        raise UnsupportedError(f"{c.heads} heads of {context.kv.dim} are not whole blocks")
+    if out.stride != c.heads * c.head_dim:
+        raise UnsupportedError(f"{c.heads} heads of {c.head_dim} are not whole blocks")
     assert out.dtype != "q8"
     whole = replace(base, cut="whole", out=out.dtype)
     for work, specs in (("near", prefill_variants(whole)), ("far", far_variants(whole, context.target.capability))):
@@ -135,18 +157,17 @@ def attention(context: PlanContext, c: Attention, measured: bool = False) -> Ite
         name = c.name if work == "coarse" else f"{c.name}.{work}"
         yield Launch(name, work, tuple(_decode_variants(context, spec, args)))
     yield from _merges(context, c, args, measured)
-    if context.kv.hierarchical:
+    if context.hierarchical:
         yield _copy_to_ring(context, c)
 
 
 def _attention_spec(context: PlanContext, c: Attention) -> AttentionSpec:
     """What the attention kernels of a call have in common."""
     return AttentionSpec(
-        context.kv,
+        context.kvs[c.layer],
         c.heads,
         context.buffer(c.q).stride,
         c.scale,
-        c.window,
         c.softcap,
         context.split,
         # Centered keys shift all scores of a query by one constant, which changes softmax only with a cap or sinks.
@@ -154,6 +175,8 @@ def _attention_spec(context: PlanContext, c: Attention) -> AttentionSpec:
         inline_asm=context.inline_asm,
         bias_positions=context.program.max_position if c.key_bias else 0,
         sinks=c.sinks is not None,
+        window=c.window,
+        chunk=c.chunk,
     )
 
 
@@ -162,9 +185,9 @@ def _attention_args(context: PlanContext, c: Attention) -> Operands:
     args: Operands = {"q": context.ref(c.q, column=c.q_offset), "out": context.ref(c.out), **_page_args(c.layer)}
     args |= {"splits": CountRef("slots"), "query_start": InputRef("query_start")}
     args |= weight_refs(center=c.center, key_bias=c.key_bias, sinks=c.sinks)
-    args |= _staging_args(context) if context.kv.hierarchical else {}
+    args |= _staging_args(context.kvs[c.layer]) if context.hierarchical else {}
     counts = ("decoding_tokens", "slots")
-    args["parts"] = ScratchRef("parts", 4 * c.heads * context.kv.dim, counts)
+    args["parts"] = ScratchRef("parts", 4 * c.heads * c.head_dim, counts)
     args["stats"] = ScratchRef("stats", 8 * c.heads, counts)
     return args
 
@@ -184,12 +207,19 @@ def _decode_variants(context: PlanContext, base: AttentionSpec, args: Operands) 
 
 def _merges(context: PlanContext, c: Attention, args: Operands, measured: bool) -> Iterator[Launch]:
     """Kernels that merge splits; if the result is `measured`, they also store each head's magnitudes."""
-    kv, out = context.kv, context.buffer(c.out).dtype
+    kv, out = context.kvs[c.layer], context.buffer(c.out).dtype
     assert out != "q8"
     if measured:
         args = args | {"amax": amax_ref(2 * c.heads)}
     base = MergeSpec(
-        kv, c.heads, window=c.window, split=context.split, amax=measured, sinks=c.sinks is not None, out=out
+        kv,
+        c.heads,
+        split=context.split,
+        amax=measured,
+        sinks=c.sinks is not None,
+        out=out,
+        window=c.window,
+        chunk=c.chunk,
     )
     for leaves, extra in ((1, ""), (kv.leaves, "fine_"))[: 1 + bool(context.limits.fine_splits)]:
         kinds = ((1, True), (1, False), (2, True))
@@ -204,7 +234,7 @@ def _merges(context: PlanContext, c: Attention, args: Operands, measured: bool) 
 
 def _copy_to_ring(context: PlanContext, c: Attention) -> Launch:
     """After attention of prompts: copies the newest staged groups to the ring."""
-    spec = StagedSpec(context.kv, to_ring=True)
-    args = {**_page_args(c.layer), **_staging_args(context), "M": CountRef("tokens")}
+    spec = StagedSpec(context.kvs[c.layer], to_ring=True)
+    args = {**_page_args(c.layer), **_staging_args(spec.kv), "M": CountRef("tokens")}
     grid: Grid = (GridSize("prompt_tokens", spec.tokens), spec.programs, 1)
     return single_launch(f"{c.name}.keep", "prompt_tokens", spec.kernel(context.capability), grid, args)

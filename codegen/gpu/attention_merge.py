@@ -9,11 +9,12 @@ from typing import Literal
 from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template, result_argument
 from qcompile.codegen.gpu.kv_pages import GpuKV
+from qcompile.codegen.gpu.visible_keys import VisibleKeys
 from qcompile.codegen.sizes import power_of_two
 
 
 @dataclass(frozen=True)
-class MergeSpec:
+class MergeSpec(VisibleKeys):
     """Log-sum-exp merge of AttentionSpec's partial results: of the splits of a group (level 1) or of groups (level 2).
 
     Each split has `leaves` partial results, or one. The `final` level writes [tokens, heads * dim] as `out`, and with
@@ -26,7 +27,6 @@ class MergeSpec:
     heads: int
     level: int = 1
     final: bool = True
-    window: int = 0
     split: int = 512
     leaves: int = 1
     amax: bool = False

@@ -99,7 +99,8 @@ def _report(label: str, kernel: Compiled) -> dict[str, Any]:
 
 def adapted(program: Program) -> Program:
     """`program` with the KV page layout of GPU kernels, and with rows padded where GEMMs read whole blocks."""
-    return replace(padded_program(program), kv=replace(program.kv, own_block_bytes=kv_of(program).block_bytes))
+    blocks = tuple(kv_of(program, layer).block_bytes for layer in range(program.kv.layers))
+    return replace(padded_program(program), kv=replace(program.kv, own_block_bytes=blocks))
 
 
 def compiler() -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 from qcompile.codegen.buffers import Buffer
 from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.kernel import Kernel
-from qcompile.codegen.gpu.kv_pages import GpuKV
+from qcompile.codegen.gpu.kv_pages import GpuKV, most_heads
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import ActivationRef, Grid, Operands, ScratchRef, WeightRef
 from qcompile.codegen.program import Program
@@ -17,13 +17,13 @@ from qcompile.targets import Target
 
 @dataclass(frozen=True)
 class PlanContext:
-    """A fused program, its KV layout, positions per attention split, and the GPU.
+    """A fused program, the KV layout of each layer, positions per attention split, and the GPU.
 
     Without `inline_asm`, kernels are for Triton's interpreter.
     """
 
     program: Program
-    kv: GpuKV
+    kvs: tuple[GpuKV, ...]
     split: int
     target: Target
     inline_asm: bool = True
@@ -41,7 +41,12 @@ class PlanContext:
     @property
     def limits(self) -> SplitLimits:
         """How decode attention is divided into programs on the target."""
-        return SplitLimits(self.kv, self.target.multiprocessors)
+        return SplitLimits(most_heads(self.kvs), self.target.multiprocessors)
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether the KV cache is hierarchical."""
+        return self.kvs[0].hierarchical
 
     def buffer(self, name: str) -> Buffer:
         """The buffer called `name`."""

@@ -1,6 +1,7 @@
 """The layout of the paged KV cache for GPU kernels.
 
-A page holds kv.PAGE_TOKENS positions. The arena is [layer][page][KV head] blocks. A block contains, in order:
+A page holds kv.PAGE_TOKENS positions. The arena is [layer][page][KV head] blocks; layers may
+differ in heads and head size. A block contains, in order:
 
     keys         bf16 [page tokens][dim], or 16-bit items [page tokens][width]: item j holds the codes of elements j,
                  j + width, ..., lowest bits first: two of 8 bits or four of 4 bits
@@ -25,6 +26,7 @@ operand of an MMA.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qcompile.codegen.gpu.kernel import Argument
@@ -112,6 +114,11 @@ class GpuKV:
         if self.hierarchical:
             return self.lower_bytes + 2 * self.part_bytes
         return 2 * self.part_bytes + (8 * self.page_tokens if self.bits < 16 else 0)
+
+
+def most_heads(kvs: Sequence[GpuKV]) -> GpuKV:
+    """The layout of the layer with the most heads, whose attention has the most programs."""
+    return max(kvs, key=lambda kv: kv.heads)
 
 
 def page_arguments(kv: GpuKV) -> list[Argument]:

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 from qcompile.artifact.abi import GPU_ABI
 from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.kernel import Kernel
-from qcompile.codegen.gpu.kv_pages import GpuKV
+from qcompile.codegen.gpu.kv_pages import GpuKV, most_heads
 from qcompile.codegen.gpu.operands import Grid, Operands, ScratchRef, Size
 from qcompile.codegen.program import Program
 from qcompile.targets import Target
@@ -105,7 +105,7 @@ class LaunchPlan:
     """
 
     target: Target
-    kv: GpuKV
+    kvs: tuple[GpuKV, ...]
     split: int
     launches: tuple[Launch, ...] = ()
     feedback: tuple[Launch, ...] = ()
@@ -116,7 +116,7 @@ class LaunchPlan:
     @property
     def limits(self) -> SplitLimits:
         """How decode attention is divided into programs on the target."""
-        return SplitLimits(self.kv, self.target.multiprocessors)
+        return SplitLimits(most_heads(self.kvs), self.target.multiprocessors)
 
     @cached_property
     def _variants(self) -> tuple[Variant, ...]:
@@ -155,8 +155,7 @@ class LaunchPlan:
             "most_rows": MOST_ROWS,
             **self.limits.facts,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
-            "layer_page_bytes": self.kv.heads * self.kv.block_bytes,
-            "layers": program.kv.layers,
+            "layer_page_bytes": [kv.heads * kv.block_bytes for kv in self.kvs],
             "peaks": dict(peaks),
             "scratch": {name: size._asdict() for name, size in self.scratch.items()},
             "kernels": kernels,

@@ -24,6 +24,7 @@ from qcompile.codegen.calls import (
     NormHeads,
     QuantizeRows,
     RopeAppend,
+    RopeHeads,
     TakeRows,
 )
 from qcompile.codegen.gpu import (
@@ -47,9 +48,9 @@ from qcompile.errors import PassError, UnsupportedError
 from qcompile.targets import Target
 
 
-def kv_of(program: Program) -> GpuKV:
-    """The layout of a program's KV pages for GPU kernels. UnsupportedError for formats without kernels."""
-    return GpuKV(program.kv.format, program.kv.kv_heads, program.kv.head_dim, program.kv.page_tokens)
+def kv_of(program: Program, layer: int) -> GpuKV:
+    """The layout of the KV pages of a layer for GPU kernels. UnsupportedError for formats without kernels."""
+    return GpuKV(program.kv.format, *program.kv.heads_of(layer), program.kv.page_tokens)
 
 
 def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool = True) -> LaunchPlan:
@@ -58,13 +59,13 @@ def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool
     Attention splits have `split` positions; 0 takes the number from codegen/gpu/gemm/tiles.py. `inline_asm` False gives
     kernels for Triton's interpreter. Raises UnsupportedError naming the call that has no GPU kernel.
     """
-    kv = kv_of(program)
-    split = split or tiles.split_positions(kv)
-    kv = replace(kv, leaves=max(1, min(kv.leaves, split // MIN_LEAF_POSITIONS)))
+    layers = [kv_of(program, layer) for layer in range(program.kv.layers)]
+    split = split or min(tiles.split_positions(kv) for kv in layers)
+    kvs = tuple(replace(kv, leaves=max(1, min(kv.leaves, split // MIN_LEAF_POSITIONS))) for kv in layers)
     program = fuse(program)
-    context = PlanContext(program, kv, split, target, inline_asm)
+    context = PlanContext(program, kvs, split, target, inline_asm)
     launches = tuple(launch for call in program.calls for launch in launches_of(context, call))
-    return LaunchPlan(target, kv, split, launches, (feedback_launch(),), (follow_launch(),))
+    return LaunchPlan(target, kvs, split, launches, (feedback_launch(),), (follow_launch(),))
 
 
 def launches_of(context: PlanContext, call: Call) -> tuple[Launch, ...]:
@@ -104,6 +105,7 @@ _LAUNCHES: Mapping[type[Call], Callable[[PlanContext, Any], Iterator[Launch]]] =
     Logits: row_launches.logits,
     Gemm: gemm_launches.gemm_launches,
     RopeAppend: attention_launches.append,
+    RopeHeads: attention_launches.rope_heads,
     Attention: attention_launches.attention,
     Combine: router_launches.combine,
     fused.GatedQuantize: row_launches.gated_quantize,

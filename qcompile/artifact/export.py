@@ -178,7 +178,8 @@ def _kv_attention(given: Any) -> Tensor:
     k, v = given.cache[given.layer]
     v = v if given.value is None else v[..., slice(*given.value)]
     positions = given.positions
-    mask, bias = visible(positions, positions, given.window), key_offsets(given.key_bias, positions, positions)
+    mask = visible(positions, positions, given.window, given.chunk)
+    bias = key_offsets(given.key_bias, positions, positions)
     return attend(given.q, whole_keys(k, given.center), v, mask, given.scale, given.softcap, given.sinks, bias)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -210,11 +211,16 @@ def attend(
     return (weights @ v).transpose(-2, -3).contiguous()
 
 
-def visible(query: Tensor, key: Tensor, window: int) -> Tensor:
-    """Causal mask [..., Q, S] from positions query [..., Q] and key [..., S]; window 0 means unlimited."""
+def visible(query: Tensor, key: Tensor, window: int, chunk: int = 0) -> Tensor:
+    """Causal mask [..., Q, S] from positions query [..., Q] and key [..., S].
+
+    `window` > 0 hides keys `window` or more tokens back, `chunk` > 0 those before the query's chunk of that many
+    tokens.
+    """
     distance = query[..., :, None] - key[..., None, :]
     seen = distance >= 0
-    return seen & (distance < window) if window else seen
+    seen = seen & (distance < window) if window else seen
+    return seen & (distance <= (query % chunk)[..., :, None]) if chunk else seen
 
 
 def whole_keys(k: Tensor, center: Tensor | None) -> Tensor:
@@ -227,12 +233,11 @@ def key_offsets(key_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor |
     return None if key_bias is None else key_bias[:, None, key] - key_bias[:, query, None]
 
 
-@define(
-    lambda q, k, v, scale, window=0, softcap=0.0, sinks=None, key_bias=None, center=None: q.new_empty(
-        *q.shape[:-1], v.shape[-1]
-    ),
-    until="quantize",
-)
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+@define(_fake_attention, until="quantize")
 def attention(  # parameters: the schema of an operator is flat
     q: Tensor,
     k: Tensor,
@@ -243,17 +248,19 @@ def attention(  # parameters: the schema of an operator is flat
     sinks: Tensor | None = None,
     key_bias: Tensor | None = None,
     center: Tensor | None = None,
+    chunk: int = 0,
 ) -> Tensor:
     """Causal attention: q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, Dv] -> [B, T, H, Dv].
 
-    Query head h reads key head h // (H / Hk). `window` > 0 hides keys `window` or more tokens back. `softcap` > 0
-    bounds scores as softcap * tanh(score / softcap). sinks [H] are extra scores that enter only the denominator of the
-    softmax. key_bias [H, P] adds key_bias[h, key] - key_bias[h, query], by position: it expresses ALiBi and any other
-    bias that depends on the key's position only, up to a constant per query, which softmax ignores. `center` [Hk * D]
-    was subtracted from all keys, and is added back for their scores.
+    Query head h reads key head h // (H / Hk). `window` > 0 hides keys `window` or more tokens back, `chunk` > 0 those
+    before the query's own chunk: chunks begin at multiples of that many tokens. `softcap` > 0 bounds scores as softcap
+    * tanh(score / softcap). sinks [H] are extra scores that enter only the denominator of the softmax. key_bias [H, P]
+    adds key_bias[h, key] - key_bias[h, query], by position: it expresses ALiBi and any other bias that depends on the
+    key's position only, up to a constant per query, which softmax ignores. `center` [Hk * D] was subtracted from all
+    keys, and is added back for their scores.
     """
     k = whole_keys(k, center)
-    plain = not window and not softcap and sinks is None and key_bias is None
+    plain = not window and not chunk and not softcap and sinks is None and key_bias is None
     if plain and scale > 0:  # fast, without a [T, T] tensor; torch gives NaN for scales below 0
         first, second, third = (t.transpose(1, 2) for t in (q, k, v))  # heads before tokens
         grouped = q.shape[2] != k.shape[2]
@@ -262,4 +269,5 @@ def attention(  # parameters: the schema of an operator is flat
         )
         return y.transpose(1, 2).contiguous()
     place = torch.arange(q.shape[1], device=q.device)
-    return attend(q, k, v, visible(place, place, window), scale, softcap, sinks, key_offsets(key_bias, place, place))
+    mask, bias = visible(place, place, window, chunk), key_offsets(key_bias, place, place)
+    return attend(q, k, v, mask, scale, softcap, sinks, bias)

@@ -14,7 +14,8 @@ from qcompile.ops.registry import define, like, reference
 
 # ---- a step: rows of many sequences over a paged cache ---------------------------------------------
 #
-# `cache` is f32 [layers, 2, slots, Hk, D] here: the values that the paged cache reads back, after quantization.
+# `cache` is f32 [layers, 2, slots, Hk, D] here: the values that the paged cache reads back, after quantization. Hk and
+# D are the largest of all layers: a layer with fewer heads or features uses the first ones.
 
 
 def _slots(positions: Tensor, sequence: Tensor, block_table: Tensor) -> Tensor:
@@ -42,10 +43,11 @@ def kv_append(
     cache = cache.clone()
     rounds = kv_format(format)
     if v is None:
-        cache[layer, 0, slots] = rounds.round_trip_latent(k).to(cache.dtype)
+        cache[layer, 0, :, : k.shape[1], : k.shape[2]][slots] = rounds.round_trip_latent(k).to(cache.dtype)
         return cache
     for index, value in enumerate((k, v)):
-        cache[layer, index, slots] = rounds.round_trip(value).to(cache.dtype)
+        place = cache[layer, index, :, : value.shape[1], : value.shape[2]]
+        place[slots] = rounds.round_trip(value).to(cache.dtype)
     return cache
 
 
@@ -70,18 +72,22 @@ def kv_attention(  # parameters: the schema of an operator is flat
     bits: int = 0,
     center: Tensor | None = None,
     value: list[int] | None = None,
+    chunk: int = 0,
+    kv_heads: int = 0,
 ) -> Tensor:
     """q [M, H, D] at positions [M] of sequences [M] over the cache's pages [S, pages] -> [M, H, D].
 
-    With `bits`, older keys and values are read as from a hierarchical cache (formats/kv.py). `center` [Hk * D] was
-    subtracted from the keys when they were written, and is added back for their scores. With `value` [start, stop] the
-    values are the features start:stop of the keys in the cache, and the result is [M, H, stop - start].
+    The layer has `kv_heads` KV heads; 0: as many as the cache. `window` and `chunk` are as in attention. With `bits`,
+    older keys and values are read as from a hierarchical cache (formats/kv.py). `center` [Hk * D] was subtracted from
+    the keys when they were written, and is added back for their scores. With `value` [start, stop] the values are the
+    features start:stop of the keys in the cache, and the result is [M, H, stop - start].
     """
     out = q.new_empty(*q.shape[:-1], q.shape[-1] if value is None else value[1] - value[0])
+    cache = cache[..., : kv_heads or cache.shape[-2], : q.shape[-1]]
     for row in range(q.shape[0]):
         seen = torch.arange(int(positions[row]) + 1)
         slots = _slots(seen, sequence[row].expand(len(seen)), block_table)
-        mask = visible(positions[row : row + 1], seen, window)
+        mask = visible(positions[row : row + 1], seen, window, chunk)
         k = cache[layer, 0, slots].to(q.dtype)
         v = cache[layer, 1, slots].to(q.dtype) if value is None else k[..., slice(*value)]
         if bits:
@@ -195,6 +201,32 @@ def rope_append(  # parameters: the schema of an operator is flat
     turn = HeadTransform(positions, inv_freq, scaling, interleaved, center, block, query_table, query_weight)
     qkv, k, v = transform_heads(qkv, layout, turn)
     return [qkv, kv_append(k, v, positions, sequence, block_table, cache, layer, format)]
+
+
+@define(like, since="cache")
+def rope_heads(  # parameters: the schema of an operator is flat
+    x: Tensor,
+    inv_freq: Tensor | None,
+    positions: Tensor,
+    offset: int,
+    heads: int,
+    head_dim: int,
+    scaling: float,
+    interleaved: bool,
+    center: Tensor | None = None,
+    block: int = 0,
+    table: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """x [M, F] with `heads` heads from column `offset` on changed as rope_append changes queries.
+
+    After the factors `table` [P, 1] and `weight` [D], `center` [heads * D] is subtracted, as from keys.
+    """
+    turn = HeadTransform(positions, inv_freq, scaling, interleaved, None, 0, table, weight)
+    end = offset + heads * head_dim
+    part = turn.of_queries(x[:, offset:end].reshape(-1, heads, head_dim))
+    part = reference("rotate_heads")(part, center, block)
+    return x.slice_scatter(part.flatten(1), 1, offset, end)
 
 
 @define(lambda x, rows: x.new_empty(rows.shape[0], *x.shape[1:]), since="cache")

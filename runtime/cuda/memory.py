@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from qcompile.errors import ResourceError
@@ -40,8 +41,9 @@ class DeviceMemory:
         self.ring_entries = 2 * limits.ring_tokens // limits.page_tokens
         """Leading entries of a sequence's pages that hold the ring of a hierarchical cache."""
         # One spare page, or two with a ring, for keys and values computed past a sequence's end, which are discarded.
-        self.layer_bytes = (kv_pages + 1 + (self.ring_entries > 0)) * plan["layer_page_bytes"]
-        """Bytes of the cache of one layer."""
+        pages = kv_pages + 1 + (self.ring_entries > 0)
+        self.layer_places = [pages * each for each in accumulate(plan["layer_page_bytes"], initial=0)]
+        """Where the cache of each layer begins, in bytes, and where the last one ends."""
         self.cache = 0
         self.scratch: dict[str, Scratch] = dict.fromkeys(plan["scratch"], Scratch())
         self.results: dict[str, int] = {}
@@ -66,7 +68,7 @@ class DeviceMemory:
 
     def allocate_cache(self, shared: int = 0) -> None:
         """Allocate the KV cache, or use the one at `shared`."""
-        self.cache = shared or self.allocate(self._plan["layers"] * self.layer_bytes, "the KV cache")
+        self.cache = shared or self.allocate(self.layer_places[-1], "the KV cache")
 
     def allocate_results(self, shared_logits: int = 0) -> None:
         """Allocate the results of steps; logits may be shared with another path."""
@@ -82,7 +84,7 @@ class DeviceMemory:
 
     def layer(self, layer: int) -> int:
         """The address of the cache of a layer."""
-        return self.cache + layer * self.layer_bytes
+        return self.cache + self.layer_places[layer]
 
     def lacking(self, counts: Counts) -> dict[str, int]:
         """The bytes of each scratch memory that is too small for a step with these counts, by name."""

@@ -25,6 +25,7 @@ from qcompile.codegen.calls import (
     NormHeads,
     QuantizeRows,
     RopeAppend,
+    RopeHeads,
     Route,
     TakeRows,
 )
@@ -41,6 +42,7 @@ CALLS: list[tuple[Call, tuple[str, ...], tuple[str, ...]]] = [
     (Gemm("c", "x", "bf16", 8, 8, {"w": "w"}, "add", "out", residual="r"), ("x", "r"), ("out",)),
     (Gemm("c", "x", "bf16", 8, 8, {"w": "w"}, "logits"), ("x",), ()),
     (RopeAppend("c", "qkv", 0, 8, 16, 1, 1, 8, 0, inv_freq="f", center="z"), ("qkv",), ("qkv",)),
+    (RopeHeads("c", "x", 8, 1, 8, inv_freq="f", center="z"), ("x",), ("x",)),
     (Gather("c", ("a", "b", "a"), (0, 0, 4), (4, 4, 4), "out", "index"), ("a", "b"), ("out",)),
     (Attention("c", "q", 0, "out", 1, 1, 8, 1.0, 0, sinks="s", key_bias="k", center="z"), ("q",), ("out",)),
     (TakeRows("c", "x", "out"), ("x",), ("out",)),

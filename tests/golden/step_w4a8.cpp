@@ -3,7 +3,8 @@
 constexpr int kVocab = 203, kMaxPosition = 512;
 constexpr int kCalls = 14;
 constexpr KvFormat kKv = kKv8;
-constexpr int kKvHeads = 2, kHeadDim = 32;
+constexpr int kHeadDim = 32;
+constexpr KvPlace kLayers[] = {{2, 32, 0}};
 constexpr int64_t kTokenBytes = 4224, kOutputBytes = 512;
 constexpr int64_t kRopeFloats = 32;
 constexpr int kFewRows = 48, kOwnRows = 64;
@@ -11,7 +12,7 @@ constexpr size_t kOwnBytes = (size_t)(kTokenBytes + kOutputBytes) * kOwnRows;
 constexpr int kWidest = 256;  // elements of the longest row
 constexpr size_t kOwnScratchBytes = gemm_scratch_bytes(kWidest) + attention_scratch_bytes(kv_padded(kKv, kHeadDim));
 constexpr size_t kScratchBytes = kOwnScratchBytes + expert_scratch_bytes(0, 0);
-static_assert(kv_block_bytes(kKv, kHeadDim) == 5120, "the runtime sizes pages by this");
+static_assert(kv_page_bytes(kKv, kLayers) == 10240, "the runtime sizes pages by this");
 static const char kDescription[] = "{\"abi\": 6, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
 // ---- the program ---------------------------------------------------------------------------------
 // h: f32 [tokens, 96]
@@ -56,16 +57,16 @@ static void step(Model& m, int tid) {
   g2.bias = s.weight<float>(3);
   g2.epilogue = kStore;
   g2.out = v_0_qkv, g2.out_stride = 256;
-  if (s.by_head()) g2.parts[0] = 4, g2.parts[1] = 2;
+  if (s.by_head(2)) g2.parts[0] = 4, g2.parts[1] = 2;
   gemm_w4_asym_g128(g2, v_0_x, s.w);
-  s.done(2, !s.by_head());
+  s.done(2, !s.by_head(2));
 
   // 0.rope
   s.append({v_0_qkv, 256, 0, 128, 192, 4, {rope0, 32, false}, b.positions, b.query_start}, 0);
-  s.done(3, !s.by_head());
+  s.done(3, !s.by_head(2));
 
   // 0.attention
-  s.attend({v_0_qkv, 256, 0, v_0_attended, 4, 0.176776692f, 0, 0.0f, nullptr, nullptr, kMaxPosition, nullptr, b.sequences, b.positions, b.query_start}, 0, 4);
+  s.attend({v_0_qkv, 256, 0, v_0_attended, 4, 0.176776692f, 0, 0, 0.0f, nullptr, nullptr, kMaxPosition, nullptr, b.sequences, b.positions, b.query_start}, 0, 4);
   s.done(4, true);
 
   // 0.o.quantize

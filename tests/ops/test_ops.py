@@ -54,6 +54,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "max_heads": (rand(32), 2, 8),
     "smooth_factor": (rand(16).abs(), 0.5, rand(16).abs()),
     "zero_bias": (rand(3, 4),),
+    "rope_heads": (
+        *(rand(3, 64), INV_FREQ, STEP[0], 8, 4, 8, 1.0, True, rand(32), 8),
+        *(rand(64, 1), rand(8)),
+    ),
     "norm_heads": (rand(3, 40), rand(8), None, 1e-6, "rms", 8, 3, 8),
     "concat_rows": ([rand(3, 4), rand(2, 4)],),
     "slice_rows": (rand(5, 4), 1, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,8 +44,10 @@ class Interpreter:
             if b.pad != PAD:
                 self.arena[b.rows][rows * b.offset : rows * (b.offset + b.row_bytes)] = 0
         self.weights = {name: blob.clone() for name, blob in blobs.items()}
-        self.layer_bytes = pages * plan.kv.heads * plan.kv.block_bytes
-        self.kv = _poison(program.kv.layers * self.layer_bytes)
+        self.layer_places = [
+            pages * each for each in accumulate((kv.heads * kv.block_bytes for kv in plan.kvs), initial=0)
+        ]
+        self.kv = _poison(self.layer_places[-1])
         self.work: dict[str, Tensor] = {}
         limits = plan.limits
         self.fine, self.few, self.shares = limits.fine_splits, limits.few_splits, limits.shares
@@ -136,7 +139,7 @@ class Interpreter:
         if isinstance(operand, ActivationRef):
             return self.arena[operand.rows][self.rows * operand.bytes_per_row + operand.column_bytes :]
         if isinstance(operand, CacheRef):
-            return self.kv[operand.layer * self.layer_bytes :]
+            return self.kv[self.layer_places[operand.layer] : self.layer_places[operand.layer + 1]]
         assert isinstance(operand, ScratchRef)
         size = self.plan.scratch[operand.name]
         need = size.bytes * math.prod(self.counts[name] for name in size.counts)

@@ -33,17 +33,17 @@ class Begun:
         """A random weight that makes numbers about as large as those it is given."""
         return self.kept(name, torch.randn(*shape, generator=self.generator) / shape[-1] ** 0.5)
 
-    def more_scores(self, heads: int, sinks: bool, key_bias: bool) -> list[fx.Node | None]:
-        """Attention's operands behind its softcap."""
-        more: list[fx.Node | None] = [None]
+    def more_scores(self, heads: int, sinks: bool, key_bias: bool) -> dict[str, fx.Node]:
+        """Weights among attention's operands, by name."""
+        more: dict[str, fx.Node] = {}
         if sinks:
             of_heads = 5.5 + torch.randn(heads, generator=self.generator)  # as much as hundreds of others
             of_heads[0] = 100.0  # more than 2^128 times what others weigh
-            more[0] = self.kept("sinks", of_heads)
+            more["sinks"] = self.kept("sinks", of_heads)
         if key_bias:
             slope = 2.0 ** -torch.linspace(2, 7, heads)
             of_positions = slope[:, None] * torch.arange(512) + torch.randn(heads, 512, generator=self.generator)
-            more.append(self.kept("key_bias", of_positions))
+            more["key_bias"] = self.kept("key_bias", of_positions)
         return more
 
 
@@ -59,6 +59,7 @@ def decoder(
     bias: bool | str = False,
     rotary: bool = True,
     window: int = 0,
+    chunk: int = 0,
     softcap: float = 0.0,
     capped: bool = False,
     head_norm: str = "",
@@ -110,7 +111,8 @@ def decoder(
         v = graph.call("split_heads", linear(y, f"v{layer}", kv_heads * head_dim, hidden), kv_heads)
         if inv_freq is not None:
             q, k = (graph.call("rope", t, positions, inv_freq, 1.0, False) for t in (q, k))
-        mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, window, softcap, *more))
+        given = {"window": window, "softcap": softcap, "chunk": chunk} | more
+        mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, **given))
         x = graph.call("add", x, block(mixed, f"o{layer}", heads * head_dim))
         y = graph.call("rms_norm", x, None, 1e-6)
         gate = activated(linear(y, f"gate{layer}", ffn, hidden), layer)

@@ -82,7 +82,7 @@ class AttentionArgs(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("heads", ctypes.c_int),
         ("scale", ctypes.c_float),
-        ("window", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("window", "chunk")),
         ("softcap", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("sinks", "key_bias")),
         ("key_bias_stride", ctypes.c_int),

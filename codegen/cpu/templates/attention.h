@@ -36,6 +36,7 @@ struct AttentionArgs {
   int heads;
   float scale;
   int window;                // 0: all earlier positions
+  int chunk;                 // > 0: only positions of the query's own chunk, which begins at a multiple of it
   float softcap;             // 0: none
   const float* sinks;        // [heads] scores that only enter the softmax sum, or null
   const float* key_bias;     // [heads][key_bias_stride] key position's bias, relative to the query's, or null
@@ -53,7 +54,7 @@ struct AttentionScratch {    // one thread's working set
   float q_sum[kTileRows], page_max[kTileRows], page_sum[kTileRows], shift[kTileRows];
   float run_max[kTileRows], run_sum[kTileRows];
   float center_dot[kTileRows];   // scaled q . center: what scores lack because cached keys are centered
-  int32_t position[kTileRows];
+  int32_t position[kTileRows], first[kTileRows];  // a row attends to positions first .. position; both ascend
   const float* bias[kTileRows];  // bias of the row's head
   int8_t* split;                 // kKvHier: q times the key scales of group `folded`, [rows][2][dp]
   float split_scale[kTileRows];
@@ -119,10 +120,17 @@ QC_INLINE f32x16 apply_softcap(f32x16 x, float cap) {
   return cap - (2.0f * cap) / (vexp(x * (2.0f / cap)) + 1.0f);
 }
 
+// The first position that a query at `position` attends to.
+QC_INLINE int first_visible(const AttentionArgs& a, int position) {
+  const int near = a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
+  const int own = a.chunk > 0 ? position - position % a.chunk : 0;
+  return near > own ? near : own;
+}
+
 // Mask of 16 slots of a page, from slot 16 c on: lanes are -1 where row r of the tile attends to them.
-QC_INLINE i32x16 visible(const AttentionArgs& a, const AttentionScratch& s, int r, int start, int c) {
+QC_INLINE i32x16 visible(const AttentionScratch& s, int r, int start, int c) {
   const i32x16 slot = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + 16 * c;
-  const int last = s.position[r] - start, first = a.window > 0 ? last - a.window + 1 : -(1 << 30);
+  const int last = s.position[r] - start, first = s.first[r] - start;
   return ((slot - (last + 1)) & (first - 1 - slot)) >> 31;
 }
 
@@ -155,7 +163,7 @@ QC_INLINE void scale_scores(const AttentionArgs& a, const KvBlock& block, Attent
       x[c] *= a.scale;
       if (a.softcap > 0) x[c] = apply_softcap(x[c] + s.center_dot[r], a.softcap);  // softmax alone ignores this shift
       if (a.key_bias) x[c] += key_bias(s.bias[r], s.position[r], start + 16 * c);
-      if (masked) x[c] = select(visible(a, s, r, start, c), x[c], splat(-__builtin_inff()));
+      if (masked) x[c] = select(visible(s, r, start, c), x[c], splat(-__builtin_inff()));
       store(row + 16 * c, x[c]);
     }
     s.page_max[r] = reduce_max(vmax(vmax(x[0], x[2]), vmax(x[1], x[3])));
@@ -178,7 +186,7 @@ QC_INLINE void exponentiate(const AttentionArgs& a, const KvBlock& block, Attent
         x[c] = f32x16{}, mask[c] = i32x16{};
         continue;
       }
-      if (masked) mask[c] = visible(a, s, r, start, c);
+      if (masked) mask[c] = visible(s, r, start, c);
       x[c] = vexp(load<f32x16>(row + 16 * c) - base);
       if (masked) x[c] = select(mask[c], x[c], splat(0.0f));
     }
@@ -276,7 +284,7 @@ QC_INLINE void attend_block(const AttentionArgs& a, const KvBlock& block, Attent
                             int last) {
   const int limit = last - page * kPage + 1 < kPage ? last - page * kPage + 1 : kPage;
   score_page<F>(block, s, rows, dp, limit);
-  const bool all = page * kPage + kPage - 1 <= s.position[0] && (a.window == 0 || page * kPage > last - a.window);
+  const bool all = page * kPage + kPage - 1 <= s.position[0] && s.first[rows - 1] <= page * kPage;
   if (all) softmax_page<F, false>(a, block, s, rows, page * kPage);
   else softmax_page<F, true>(a, block, s, rows, page * kPage, (limit + 15) / 16);
   value_page<F>(block, s, rows, dp, limit);
@@ -316,6 +324,7 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
     s.q_sum[r] = reduce_add(sum);
     s.center_dot[r] = a.center ? dot(q, a.center + head * d, d) * a.scale : 0.0f;
     s.position[r] = a.positions[t];
+    s.first[r] = first_visible(a, s.position[r]);
     s.bias[r] = a.key_bias ? a.key_bias + (int64_t)h * a.key_bias_stride : nullptr;
   }
   constexpr KvFormat pages = F >= kKvHier ? kKv16 : F;
@@ -326,7 +335,7 @@ QC_NOINLINE void attend_tile(const AttentionArgs& a, const KvLayer<F>& kv, void*
   memset(s.out, 0, sizeof(float) * (size_t)(rows * dp));
 
   const int last = s.position[rows - 1];
-  const int start = a.window > 0 && s.position[0] >= a.window ? s.position[0] - a.window + 1 : 0;
+  const int start = s.first[0];
   if constexpr (F >= kKvHier) {
     for (int page = start / kPage; page <= last / kPage; ++page)
       attend_hier_page<F>(a, kv, s, sequence, head, rows, page, last);

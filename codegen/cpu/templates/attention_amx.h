@@ -306,8 +306,8 @@ QC_INLINE f32x16 reduce_rows(const float (*lanes)[16], const Join& join) {
 }
 
 // Bit mask of the slots of a page that row r of the tile attends to.
-QC_INLINE uint64_t visible_slots(const AttentionArgs& a, const AttentionScratch& s, int r, int start) {
-  const int last = s.position[r] - start, first = a.window > 0 ? last - a.window + 1 : 0;
+QC_INLINE uint64_t visible_slots(const AttentionScratch& s, int r, int start) {
+  const int last = s.position[r] - start, first = s.first[r] - start;
   const uint64_t seen = last >= kPage - 1 ? ~0ull : last < 0 ? 0 : (2ull << last) - 1;
   return first <= 0 ? seen : first >= kPage ? 0 : seen >> first << first;
 }
@@ -354,7 +354,7 @@ QC_NOINLINE void softmax_stripe(const AttentionArgs& a, const KvBlock& block, co
     return masked ? _mm512_mask_blend_ps((__mmask16)(seen[i] >> 16 * c), splat(otherwise), x) : x;
   };
   for (int i = 0; i < rows.count; ++i) {
-    if (masked) seen[i] = visible_slots(a, s, rows.first + i, rows.start);
+    if (masked) seen[i] = visible_slots(s, rows.first + i, rows.start);
     __m512 x[4];
     QC_UNROLL for (int c = 0; c < 4; ++c) {
       x[c] = load<f32x16>(rows.score + i * kPage + 16 * c);
@@ -408,7 +408,7 @@ struct Stripes {
   int last_slot(Step x) const { return s.position[x.first + count(x) - 1] - x.page * kPage; }
   int end(Step x) const { return last_slot(x) < kPage ? last_slot(x) + 1 : kPage; }
   int limit(int page) const { return last - page * kPage < kPage ? last - page * kPage + 1 : kPage; }
-  bool attends(Step x) const { return last_slot(x) >= 0 && (a.window == 0 || first_slot(x) - a.window < kPage - 1); }
+  bool attends(Step x) const { return last_slot(x) >= 0 && s.first[x.first] < (x.page + 1) * kPage; }
 
   // Moves x to the next step, itself included, whose rows attend to some of its page; false if there is none.
   bool find(Step& x) const {
@@ -453,7 +453,7 @@ struct Stripes {
   void softmax(Step x, int parity) {
     const KvBlock block = blocks(x.page);
     const StripeRows to = {x.first, count(x), x.page * kPage, s.score, most[parity], sum[parity]};
-    const bool all = first_slot(x) >= kPage - 1 && (a.window == 0 || last_slot(x) < a.window);
+    const bool all = first_slot(x) >= kPage - 1 && s.first[x.first + count(x) - 1] <= x.page * kPage;
     const bool final = a.softcap > 0 || a.key_bias;
     constexpr Scores scores = F >= kKv8 ? kScaled : kUnscaled;
     if (final) finish_scores<F>(a, block, s, to);

@@ -295,7 +295,7 @@ QC_NOINLINE void attend_quantized(const AttentionArgs& a, const KvLayer<F>& kv, 
   const HierCodes keys = {block.k_upper, block.k_lower, kPage, ahead}, values = {block.v_upper, block.v_lower, dp, ahead};
   multiply_codes<both, kQueryBytes>(rows, s.split, dp, s.split_scale, keys, s.score);
   const KvBlock as_bytes = {nullptr, nullptr, parameters};
-  if (a.window == 0 || page * kPage > last - a.window) softmax_page<kKv8, false>(a, as_bytes, s, rows, page * kPage);
+  if (s.first[rows - 1] <= page * kPage) softmax_page<kKv8, false>(a, as_bytes, s, rows, page * kPage);
   else softmax_page<kKv8, true>(a, as_bytes, s, rows, page * kPage);
   alignas(64) int8_t weights[kVectorRows * 2 * kPage];
   float scale[kVectorRows];

@@ -71,7 +71,7 @@ QC_INLINE void attend_latent_page(const AttentionArgs& a, const float* k, Attent
   const int start = page * kPage, limit = last - start + 1 < kPage ? last - start + 1 : kPage;
   const KvBlock block{(char*)k, nullptr, nullptr};
   score_page<kKv32>(block, s, rows, dp, limit);
-  const bool all = start + kPage - 1 <= s.position[0] && (a.window == 0 || start > last - a.window);
+  const bool all = start + kPage - 1 <= s.position[0] && s.first[rows - 1] <= start;
   if (all) softmax_page<kKv32, false>(a, block, s, rows, start);
   else softmax_page<kKv32, true>(a, block, s, rows, start, (limit + 15) / 16);
   const int wide = (rows + 15) / 16 * 16;
@@ -98,13 +98,14 @@ QC_NOINLINE void attend_latent_tile(const AttentionArgs& a, const KvLayer<F>& kv
     memset(s.q + r * dp + d, 0, sizeof(float) * (size_t)(dp - d));
     s.center_dot[r] = 0.0f;
     s.position[r] = a.positions[t];
+    s.first[r] = first_visible(a, s.position[r]);
     s.bias[r] = a.key_bias ? a.key_bias + (int64_t)h * a.key_bias_stride : nullptr;
   }
   for (int r = 0; r < kTileRows; ++r) s.run_max[r] = s.page_max[r] = -__builtin_inff(), s.run_sum[r] = s.page_sum[r] = 0.0f;
   memset(l.sum, 0, sizeof(float) * (size_t)(a.value_dim * kLatentRows));
 
   const int last = s.position[rows - 1];
-  const int start = a.window > 0 && s.position[0] >= a.window ? s.position[0] - a.window + 1 : 0;
+  const int start = s.first[0];
   for (int page = start / kPage; page <= last / kPage; ++page) {
     const int limit = last - page * kPage + 1 < kPage ? last - page * kPage + 1 : kPage;
     const float* k = widen_page<F>(kv.block(sequence, page, 0), dp, (limit + 15) / 16 * 16, l.page);

@@ -1,4 +1,5 @@
-// kv.h: the paged KV cache. Arena [layer][page][kv head]; each block holds K, then V, of 64 positions:
+// kv.h: the paged KV cache. Arena [layer][page][kv head]; layers may differ in heads and head size. Each block holds K,
+// then V, of 64 positions:
 //
 //   kv32  K f32 [Dp][64], V f32 [64][Dp]             (Dp = head_dim rounded up to 16; to 32 for kv4)
 //   kv16  the same in bf16
@@ -68,6 +69,17 @@ struct KvLayer {
     return {p, p + part, (float*)(p + 2 * part)};
   }
 };
+
+struct KvPlace {   // a layer's pages in the arena
+  int heads, head_dim;
+  int64_t offset;  // bytes per page of all layers before it
+};
+template <int N>
+constexpr int64_t kv_page_bytes(KvFormat f, const KvPlace (&layers)[N]) {  // of all layers
+  int64_t bytes = 0;
+  for (const KvPlace& at : layers) bytes += at.heads * kv_block_bytes(f, at.head_dim);
+  return bytes;
+}
 
 // Quantizes one head of K or V at one position. x: [dp], zero-padded; `levels` is 255 or 15.
 QC_INLINE void kv_quantize(const float* x, int dp, float levels, uint8_t* codes, float* scale, float* zero) {

@@ -78,11 +78,11 @@ struct Step {
   }
 
   KvLayer<kKv> layer(int index) const {
-    char* base = m.kv + index * m.kv_pages * kKvHeads * kv_block_bytes(kKv, kHeadDim);
-    return {base, b.block_table, b.block_stride, kKvHeads, kHeadDim};
+    const KvPlace& at = kLayers[index];
+    return {m.kv + m.kv_pages * at.offset, b.block_table, b.block_stride, at.heads, at.head_dim};
   }
   // Each thread gets whole kv heads: a head's k and v are then read by the thread that wrote them.
-  bool by_head() const { return kKvHeads % w.threads == 0; }
+  bool by_head(int kv_heads) const { return kv_heads % w.threads == 0; }
 
   // This thread's columns, if `units` units of `width` columns each are split over the threads.
   Range columns(int units, int width) const {
@@ -97,13 +97,15 @@ struct Step {
   }
 
   void append(const RopeAppend& a, int index) const {
-    const bool heads = by_head() || b.tokens < w.threads;
-    rope_append<kKv>(a, layer(index), heads ? share(kKvHeads, w) : Range{0, kKvHeads},
+    const KvLayer<kKv> kv = layer(index);
+    const bool heads = by_head(kv.kv_heads) || b.tokens < w.threads;
+    rope_append<kKv>(a, kv, heads ? share(kv.kv_heads, w) : Range{0, kv.kv_heads},
                      heads ? Range{0, b.tokens} : share(b.tokens, w));
   }
   void attend(const AttentionArgs& a, int index, int call) const {
-    if (by_head()) attention<kKv>(a, layer(index), share(kKvHeads, w), w.scratch);
-    else attention_tasks<kKv>(a, layer(index), &m.next_task[call], w);
+    const KvLayer<kKv> kv = layer(index);
+    if (by_head(kv.kv_heads)) attention<kKv>(a, kv, share(kv.kv_heads, w), w.scratch);
+    else attention_tasks<kKv>(a, kv, &m.next_task[call], w);
   }
 
   float* logits() const { return b.logits ? b.logits : m.logits; }

@@ -105,6 +105,25 @@ QC_INLINE void center_and_transform(const RopeArgs& rope, int d, const float* ce
   for (int i = 0; i < d; i += rope.block) hadamard_block<1>(from + i, rope.block, nullptr, x + i);
 }
 
+struct RopeHeads {
+  float* x;                           // [tokens][stride]
+  int stride, offset, heads, head_dim;
+  RopeArgs rope;                      // center: [heads * head_dim]
+  const int32_t* positions;           // [tokens]
+};
+
+// Changes heads of x in place as rope_append changes those of q, and subtracts the center.
+QC_NOINLINE void rope_heads(const RopeHeads& a, Range tokens) {
+  const int d = a.head_dim;
+  for (int t = tokens.begin; t < tokens.end; ++t)
+    for (int h = 0; h < a.heads; ++h) {
+      float* x = a.x + (int64_t)t * a.stride + a.offset + h * d;
+      rotate(a.rope, t, x);
+      scale_query(a.rope, d, a.positions[t], x);
+      center_and_transform(a.rope, d, a.rope.center ? a.rope.center + h * d : nullptr, x);
+    }
+}
+
 struct RopeAppend {
   float* qkv;                         // [tokens][stride]
   int stride, q_offset, k_offset, v_offset, heads;

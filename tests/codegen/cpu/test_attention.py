@@ -54,6 +54,7 @@ class Case:
     lengths: tuple[int, ...]
     queries: tuple[int, ...]
     window: int = 0
+    chunk: int = 0
     softcap: float = 0.0
     sinks: bool = False
     biased: bool = False
@@ -126,6 +127,7 @@ class Cache:
             heads=case.heads,
             scale=case.head_dim**-0.5,
             window=case.window,
+            chunk=case.chunk,
             softcap=case.softcap,
             sinks=extra["sinks"].data_ptr() if case.sinks else None,
             key_bias=extra["bias"].data_ptr() if case.biased else None,
@@ -162,6 +164,7 @@ class Cache:
             if case.biased:
                 score = score + (t["bias"][:, None, keys] - t["bias"][:, at]).double()
             hidden = (keys > at) | (keys <= at - case.window if case.window else torch.tensor(False))
+            hidden |= keys < at - at % case.chunk if case.chunk else torch.tensor(False)
             score = score.masked_fill(hidden, -math.inf)
             if case.sinks:
                 sink = t["sinks"].double()[:, None, None].expand(-1, count, 1)
@@ -183,6 +186,9 @@ CASES = {
     "96 features": Case(4, 1, 96, (140,), (33,)),
     "256 features": Case(8, 2, 256, (90,), (40,)),
     "window": Case(8, 2, 64, (300, 90), (300, 1), window=50),
+    "chunk": Case(8, 2, 64, (300, 90), (300, 1), chunk=50),
+    "chunk of a page": Case(8, 1, 64, (320, 257), (200, 1), chunk=64),
+    "chunk of two pages and more, window": Case(4, 1, 40, (330,), (250,), chunk=150, window=90, biased=True),
     "window of a page": Case(4, 1, 64, (300, 257), (200, 1), window=64),
     "bent and biased": Case(8, 2, 32, (150,), (150,), softcap=5.0, biased=True, centered=True),
     "sinks": Case(8, 2, 32, (150, 9), (17, 9), sinks=True, centered=True),

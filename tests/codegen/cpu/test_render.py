@@ -76,7 +76,7 @@ def test_rows_a_thread_keeps_need_no_barrier_unless_they_may_be_overwritten() ->
     program = build(Tiny("w8_sym_channel", "q8", layers=1))[0]
     assert "// 0.norm1" in render.render(program, AVX2)
     sync = {c.name: barriers_of(program).after(i) for i, c in enumerate(program.calls)}
-    assert sync["0.norm1"] == "!s.few[kTokens]" and sync["0.qkv"] == sync["0.rope"] == "!s.by_head()"
+    assert sync["0.norm1"] == "!s.few[kTokens]" and sync["0.qkv"] == sync["0.rope"] == "!s.by_head(2)"
     # Place the next value in the memory that the norm reads: a faster thread would overwrite it.
     stream = program.buffer("h")
     moved = tuple(replace(b, offset=stream.offset) if b.name == "0.inner" else b for b in program.buffers)
@@ -118,7 +118,7 @@ def test_a_thread_that_makes_its_own_heads_waits_where_it_would_overwrite_what_t
     qkv = next(i for i, c in enumerate(program.calls) if c.name == "0.qkv")
     gemm, attention = program.calls[qkv], program.calls[qkv + 2]
     assert isinstance(gemm, Gemm) and isinstance(attention, Attention)
-    assert "if (s.by_head()) g" in render.render(program, AVX2)
+    assert "if (s.by_head(2)) g" in render.render(program, AVX2)
     read = program.buffer(gemm.x)
     moved = tuple(replace(b, offset=read.offset) if b.name == attention.out else b for b in program.buffers)
     crowded = barriers_of(replace(program, buffers=moved))

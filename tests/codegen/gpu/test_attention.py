@@ -82,7 +82,7 @@ def interpret_leaves(recipe: str, format: str) -> None:
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0][-3:]
     plan = make_plan(program, TARGETS["h200"], inline_asm=False)
-    assert (plan.split, plan.kv.leaves) == (512, 8)
+    assert (plan.split, plan.kvs[0].leaves) == (512, 8)
     machine = Interpreter(program, plan, blobs, rows=224)
     pages, found = inputs[3].tolist()[0], []
     machine.fill([Chunk(ids[0, :200].tolist(), 0, pages)])
@@ -381,7 +381,7 @@ def interpret_merge(splits: int, window: int = 0) -> None:
         }
         groups = -(-splits // GROUP_SPLITS)
         for level, final in ((1, True),) if groups == 1 else ((1, False), (2, True)):
-            spec = MergeSpec(kv, heads, level, final, window, size, leaves, amax=True)
+            spec = MergeSpec(kv, heads, level, final, size, leaves, amax=True, window=window)
             kernel = spec.kernel(80)
             grid = (len(positions), spec.programs, groups if level == 1 else 1)
             load(kernel)[grid](*(given[a.name] for a in kernel.arguments))

@@ -244,6 +244,7 @@ class Prompt:
             position, past = self.positions[begin:end, None], torch.arange(k.shape[1])
             hidden = past > position
             hidden = hidden | (past <= position - spec.window) if spec.window else hidden
+            hidden = hidden | (past < position - position % spec.chunk) if spec.chunk else hidden
             score = score.masked_fill(hidden, -math.inf)
             if spec.sinks:
                 sinks = self.sinks.double().view(self.kv.heads, -1, 1, 1).expand(*score.shape[:-1], 1)
@@ -283,6 +284,7 @@ SCORES = {
     "plain": {},
     "window": {"window": 100},
     "wide window": {"window": 1000, "sinks": True},
+    "chunk": {"chunk": 52},
     "cap": {"softcap": 9.0},
 }
 SIZES = {"groups of 4": (8, 2, 128), "groups of 7": (7, 1, 64), "single heads": (2, 2, 64)}

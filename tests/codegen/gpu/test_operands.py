@@ -65,9 +65,11 @@ def test_json_of_a_plan() -> None:
     more = Variant(kernel, (1, 1, 1), args | {"x": operands.ScratchRef("s", 16, ("tokens",))})
     launches = (Launch("a", "tokens", (few, many)), Launch("b", "outputs", (more,)))
     program = Program(40, 64, (), (), ("w",), KVLayout("kv16", 2, 1, 64))
-    plan = LaunchPlan(TARGETS["h200"], GpuKV("kv16", 1, 64), 128, launches)
+    plan = LaunchPlan(TARGETS["h200"], (GpuKV("kv16", 1, 64), GpuKV("kv16", 2, 32)), 128, launches)
     data = json.loads(plan.to_json({kernel.label: {"threads": 128}}, program, {"memory_gb_s": 3.0}))
-    assert data["abi"] == GPU_ABI and data["peaks"] == {"memory_gb_s": 3.0} and data["layers"] == 2
+    assert (
+        data["abi"] == GPU_ABI and data["peaks"] == {"memory_gb_s": 3.0} and data["layer_page_bytes"] == [16384, 16384]
+    )
     assert data["kernels"] == {kernel.label: {"threads": 128, "arguments": ["x", "M"]}}
     assert data["scratch"] == {"s": {"bytes": 16, "counts": ["tokens"]}}  # the larger size
     first = {"kernel": "", "grid": {"x": 0, "y": 0, "z": 0}, "args": {}, "most": 4}

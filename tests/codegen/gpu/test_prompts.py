@@ -29,11 +29,11 @@ WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kv16": ("bf16", "kv16", WIDE),
     "kv16 of 48": ("bf16", "kv16", {**UNEVEN, **BOTH}),
     "kv8": ("w8a8", "kv8", WIDE),
-    "kv8 of 48": ("w8a8", "kv8", {**UNEVEN, "softcap": 2.0, "key_bias": True}),
+    "kv8 of 48": ("w8a8", "kv8", {**UNEVEN, "softcap": 2.0, "key_bias": True, "chunk": 70}),
     "kv4": ("qserve", "kv4", WIDE),
     "kv4 of 48": ("qserve", "kv4", {**UNEVEN, "window": 70, **BOTH}),
     "kv_hier": ("bf16", "kv_hier", WIDE),
-    "kv_hier of 48": ("bf16", "kv_hier", {**UNEVEN, "window": 150, **BOTH}),
+    "kv_hier of 48": ("bf16", "kv_hier", {**UNEVEN, "window": 150, "chunk": 200, **BOTH}),
 }
 
 

@@ -124,7 +124,7 @@ def test_what_lies_past_the_end_of_a_ring_goes_elsewhere_than_what_is_rounded(mo
     with_ring.fill([Rows([1], 250, list(range(8)), 1)], ahead=10)
     table = with_ring.driver.sent[with_ring.inputs._offsets["block_table"] :]  # type: ignore[attr-defined]
     assert table[:14] == [*range(8), 40, 40, 40, 40, 41, 41]
-    assert with_ring.memory.layer_bytes == 42 * 512
+    assert with_ring.memory.layer_places == [0, 42 * 512, 84 * 512]
 
 
 def test_steps_that_come_again_are_graphs(opened: CudaExecutor) -> None:
