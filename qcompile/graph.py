@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,7 +27,11 @@ KEPT_META = ("precision", "storage", "packed")
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about the model that are not in the graph. `parameters` counts tied weights once."""
+    """Facts about the model that are not in the graph.
+
+    `parameters` counts tied weights once. `left_out` has the modules that no text reaches, as a vision tower, and their
+    bytes in the checkpoint.
+    """
 
     name: str
     vocab_size: int
@@ -35,11 +39,13 @@ class ModelInfo:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     parameters: int
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What the manifest records about the model."""
-        return asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
+        facts = asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
+        return facts if self.left_out else {key: value for key, value in facts.items() if key != "left_out"}
 
 
 @dataclass
@@ -270,7 +276,7 @@ class Graph:
     def to_json(self) -> str:
         """The graph as versioned JSON: nodes in order, weights by name; no code, no pickle."""
         nodes = [_describe(node) for node in self.fx.nodes]
-        document = {"format_version": FORMAT_VERSION, "stage": self.stage, "model": asdict(self.info), "nodes": nodes}
+        document = {"format_version": FORMAT_VERSION, "stage": self.stage, "model": self.info.facts, "nodes": nodes}
         return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
     @staticmethod

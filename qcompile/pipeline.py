@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -81,6 +81,7 @@ class BuildReport:
     """The artifact's path, its passes in order, seconds by stage, and bits per weight of the linears.
 
     `drafts` maps each draft path to its passes; those of a draft derived from the target start with `speculate`.
+    `left_out` has the modules of the checkpoint that no text reaches, such as a vision tower, and their bytes there.
     """
 
     path: Path
@@ -88,6 +89,7 @@ class BuildReport:
     seconds: dict[str, float]
     bits_per_weight: float
     drafts: dict[str, tuple[PassRecord, ...]]
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 def build(  # parameters: the public interface, one keyword for each option
@@ -146,7 +148,8 @@ def build(  # parameters: the public interface, one keyword for each option
             path = writer.finish(_manifest(planned, schedule, machine, kernels, weights))
             shutil.rmtree(kept, ignore_errors=True)
     of_drafts = {draft.name: tuple(draft.passes) for draft in planned.drafts}
-    return BuildReport(path, tuple(planned.passes), clock.seconds, planned.bits_per_weight, of_drafts)
+    left_out = planned.graphs[-1].info.left_out
+    return BuildReport(path, tuple(planned.passes), clock.seconds, planned.bits_per_weight, of_drafts, left_out)
 
 
 def plan(  # parameters: the arguments of `build` that decide what is compiled

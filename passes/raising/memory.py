@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -93,6 +94,24 @@ def fill(facts: Facts, build: Builder, node: fx.Node) -> Known:
     if whole is not None:
         facts.known[room.root] = whole
     return fits
+
+
+def rewrite_same(facts: Facts, node: fx.Node) -> Known:
+    """The value of a copy_ that overwrites features by equal ones, which changes nothing that anyone reads.
+
+    Rotary embeddings with a position for each axis of an image do this: for text, all axes have the same position.
+    """
+    if not is_in_place(node) or operator_name(node) != "copy":
+        return None
+    target, source = node.args[:2]
+    one, other = (facts.known.get(each) for each in (target, source))  # type: ignore[arg-type]
+    if not isinstance(one, Value) or not isinstance(other, Value):
+        return None
+    same_type = target.meta["val"].dtype == source.meta["val"].dtype  # type: ignore[union-attr]
+    fits = values.expand(other, facts.shape(target), LENGTHS)  # type: ignore[arg-type]
+    if fits is None or not same_type or one.base is not fits.base or one.dims != fits.dims:
+        return None
+    return one if np.array_equal(one.terms, fits.terms) else None
 
 
 def _may_overlap(room: Room, place: tuple[int, int, int]) -> bool:

@@ -54,6 +54,8 @@ def _meaning(facts: Facts, build: Builder, node: fx.Node, handlers: Mapping[str,
         return None
     if (copied := memory.fill(facts, build, node)) is not None:
         return copied
+    if changes and (same := memory.rewrite_same(facts, node)) is not None:
+        return same
     if changes:
         raise unsupported(node, "changes a tensor in place that others read afterwards")
     if rounds(node) and any(isinstance(facts.known.get(source), Value) for source in node.all_input_nodes):

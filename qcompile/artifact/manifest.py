@@ -55,6 +55,7 @@ SHAPE: Shape = {
         "parameters": int,
         "bos_token_id": Maybe(int),
         "eos_token_ids": [int],
+        "left_out": Maybe({str: Whole()}),
     },
     "passes": [{"name": str, "fired": int, "options": dict, "notes": list}],
     "qcompile_version": str,

@@ -20,6 +20,7 @@ class OwnAttention(UnsupportedError):
 
 
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "return_dict", "is_causal"}
+_HARMLESS |= {"logits_to_keep"}  # of the output head: some models hand all of their options on
 
 
 class _Mask(Tensor):

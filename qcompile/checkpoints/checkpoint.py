@@ -53,6 +53,11 @@ class Entry:
     begin: int
     end: int
 
+    @property
+    def bytes(self) -> int:
+        """Bytes that the tensor has in the file."""
+        return self.end - self.begin
+
 
 def name_of(directory: Path) -> str:
     """The name of a checkpoint's model: its folder's name, with bytes that are not text replaced."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ from qcompile.checkpoints.checkpoint import read_json
 from qcompile.checkpoints.stored import formats
 from qcompile.errors import UnsupportedError, UsageError
 
+AUTO_CLASSES = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+}
+"""transformers' classes that make decoders, or models with a decoder inside, and their tables of model types."""
 LENGTH_KEYS = ("max_position_embeddings", "max_seq_len", "seq_length")
 """Keys of the longest sequence in configurations; transformers translates other keys to the first."""
 DEPTH_KEY = "num_hidden_layers"
@@ -23,7 +30,7 @@ UNSTATED_LENGTH = 2048
 
 
 def read_config(directory: Path, allow_remote: bool = False) -> Any:
-    """The checkpoint's transformers configuration, refused if it is not of a plain decoder."""
+    """The checkpoint's transformers configuration, refused if it is not of a decoder or a model with one inside."""
     if (directory / MANIFEST).exists() and not (directory / "config.json").exists():
         raise UsageError(f"{directory} is an artifact, built already: give the folder of a model")
     raw = read_json(directory / "config.json")
@@ -31,7 +38,6 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
     if not isinstance(kind, str):
         raise UsageError(f"{directory / 'config.json'} has no model_type")
     from transformers import CONFIG_MAPPING, AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if kind not in CONFIG_MAPPING and not (allow_remote and "auto_map" in raw):
         hint = " and wants its own code run (--allow-remote-code)" if "auto_map" in raw else ""
@@ -40,17 +46,44 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
         formats.reader(stored)
     if raw.get("is_encoder_decoder"):
         raise UnsupportedError(f"model type {kind} is an encoder-decoder; only decoders are compiled")
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    stated = raw.get("architectures") or [causal]
-    if kind in CONFIG_MAPPING and (causal is None or causal not in stated):
-        raise UnsupportedError(f"{stated[0] or kind} is not a decoder language model; only those are compiled")
+    stated = raw.get("architectures") or []
+    if kind in CONFIG_MAPPING and auto_class(kind, stated) is None:
+        raise UnsupportedError(f"{(stated or [kind])[0]} is not a decoder language model; only those are compiled")
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote, local_files_only=True)
     except Exception as error:  # validation of a configuration may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(f"{directory / 'config.json'} is not a valid {kind} configuration: {reason[:200]}") from error
-    _check_sizes(directory / "config.json", config.get_text_config())
+    if (inner := text_config(config)).is_encoder_decoder:
+        raise UnsupportedError(f"model type {kind} has an encoder-decoder for text; only decoders are compiled")
+    _check_sizes(directory / "config.json", inner)
     return config
+
+
+def auto_class(kind: str, stated: Sequence[str]) -> str | None:
+    """The name of transformers' class that makes the decoder of model type `kind`, or the model that has one inside.
+
+    `stated` are the architectures that the configuration states; without any, the first class that has the type. None:
+    no such class makes any of them.
+    """
+    from transformers.models.auto import modeling_auto
+
+    for auto, table in AUTO_CLASSES.items():
+        made = getattr(modeling_auto, table, {}).get(kind)
+        if made is not None and (not stated or made in stated):
+            return auto
+    return None
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the text decoder: all of it for a plain decoder."""
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError as error:  # several parts might be meant
+        reason = " ".join(str(error).split())
+        raise UnsupportedError(
+            f"{config.model_type} does not say which of its parts is the decoder: {reason}"
+        ) from error
 
 
 def _check_sizes(path: Path, config: Any) -> None:
@@ -68,7 +101,7 @@ def _check_sizes(path: Path, config: Any) -> None:
 def cut(config: Any, layers: int) -> Any:
     """`config` with its first `layers` layers; lists with an entry for each layer are cut too."""
     config = copy.deepcopy(config)
-    text = config.get_text_config()
+    text = text_config(config)
     depth = getattr(text, DEPTH_KEY)
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == depth:
@@ -79,7 +112,7 @@ def cut(config: Any, layers: int) -> Any:
 
 def context_length(config: Any) -> int:
     """The longest sequence that the configuration states, in tokens; UNSTATED_LENGTH if it states none."""
-    text = config.get_text_config()
+    text = text_config(config)
     for key in LENGTH_KEYS:
         value = getattr(text, key, None)
         if value is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from qcompile.checkpoints.configuration import DEPTH_KEY, cut
+from qcompile.checkpoints.configuration import DEPTH_KEY, cut, text_config
 from qcompile.checkpoints.huggingface import build
 
 DEEP = 8
@@ -55,7 +55,7 @@ class Repeats:
 
 def find(config: Any, allow_remote: bool = False) -> Repeats | None:
     """How the layers of the model of `config` repeat; None if truncation would tell nothing or save nothing."""
-    layers = getattr(config.get_text_config(), DEPTH_KEY, None)
+    layers = getattr(text_config(config), DEPTH_KEY, None)
     if not isinstance(layers, int) or layers < DEEP:
         return None
     whole = _signatures(config, layers, allow_remote)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
-from qcompile.checkpoints import huggingface_weights, kernel_functions, state
+from qcompile.checkpoints import huggingface_weights, kernel_functions, left_out, state
 from qcompile.checkpoints.attention_interface import ATTENTION, OwnAttention, attention, causal_mask
 from qcompile.checkpoints.checkpoint import Checkpoint, name_of, read_json
-from qcompile.checkpoints.configuration import context_length, cut, read_config
+from qcompile.checkpoints.configuration import auto_class, context_length, cut, read_config, text_config
 from qcompile.checkpoints.hub import find
 from qcompile.checkpoints.loaders import Loader
-from qcompile.checkpoints.programs import count_parameters, import_program
+from qcompile.checkpoints.programs import count_parameters, import_program, weights_read
 from qcompile.checkpoints.stored import formats
 from qcompile.checkpoints.tracing import EXAMPLE_BATCH, EXAMPLE_TOKENS, export
 from qcompile.errors import UnsupportedError, UsageError
@@ -53,23 +53,37 @@ def load(
     config.__dict__.pop("quantization_config", None)  # stored weights are read as floats
     checkpoint = formats.open_checkpoint(directory) if weights else None
     try:
-        program, loaders = _trace(config, checkpoint, allow_remote)
+        traced = _trace(config, checkpoint, allow_remote)
     except OwnAttention:
-        program, loaders = _trace(config, checkpoint, allow_remote, None)
-    info = _info(name or name_of(directory), directory, config, program)
-    return import_program(program, loaders, info)
+        traced = _trace(config, checkpoint, allow_remote, None)
+    info = _info(name or name_of(directory), directory, config, traced)
+    return import_program(traced.program, traced.loaders, info)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """An exported model, the loaders of the weights that it reads, and bytes of the modules that it does not reach."""
+
+    program: ExportedProgram
+    loaders: dict[str, Loader]
+    left_out: dict[str, int]
 
 
 def _trace(
     config: Any, checkpoint: Checkpoint | None, allow_remote: bool, attention_kind: str | None = ATTENTION
-) -> tuple[ExportedProgram, dict[str, Loader]]:
-    """The exported model of `config`, and its loaders of weights, which are made first because they untie weights."""
+) -> _Traced:
+    """Export the model of `config`. Its weights are found first, because that unties some."""
     module = build(config, allow_remote, attention_kind)
-    loaders = huggingface_weights.loaders(module, checkpoint) if checkpoint else huggingface_weights.no_loaders(module)
-    most = (
-        1 << 24 if attention_kind == ATTENTION else context_length(config)
-    )  # a model's own masks may have that length
-    return _export(module, most), loaders
+    names = huggingface_weights.settle(module, checkpoint) if checkpoint else None
+    # A model's own masks may have the length of the context.
+    most = 1 << 24 if attention_kind == ATTENTION else context_length(config)
+    program = _export(module, most)
+    read = weights_read(program)
+    unread = left_out.modules(module, read)
+    if checkpoint is None or names is None:
+        return _Traced(program, huggingface_weights.no_loaders(module, read), left_out.sizes(unread))
+    loaders = huggingface_weights.loaders(module, checkpoint, names, read)
+    return _Traced(program, loaders, left_out.sizes(unread, functools.partial(names.stored_bytes, checkpoint)))
 
 
 def build(config: Any, allow_remote: bool = False, attention_kind: str | None = ATTENTION) -> Any:
@@ -78,13 +92,15 @@ def build(config: Any, allow_remote: bool = False, attention_kind: str | None = 
     None as `attention_kind` selects transformers' default attention, in ATen operators. (A model's own kinds may
     differ: Falcon's eager attention adds its linear bias twice.)
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface
 
+    auto = auto_class(config.model_type, config.architectures or ()) or "AutoModelForCausalLM"
     AttentionInterface.register(ATTENTION, attention)
-    AttentionMaskInterface.register(ATTENTION, partial(causal_mask, context_length))
+    AttentionMaskInterface.register(ATTENTION, functools.partial(causal_mask, context_length))
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(
+            module = getattr(transformers, auto).from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=attention_kind,
@@ -150,10 +166,10 @@ def _export(module: Any, most: int) -> ExportedProgram:
         return export(functools.partial(_Logits, module), ids, module.config.model_type, most)
 
 
-def _info(name: str, directory: Path, config: Any, program: ExportedProgram) -> ModelInfo:
+def _info(name: str, directory: Path, config: Any, traced: _Traced) -> ModelInfo:
     generation = directory / "generation_config.json"
     settings = read_json(generation) if generation.is_file() else {}
-    text = config.get_text_config()
+    text = text_config(config)
 
     def token(key: str) -> Any:
         return settings.get(key, getattr(text, key, None))
@@ -167,4 +183,5 @@ def _info(name: str, directory: Path, config: Any, program: ExportedProgram) -> 
         begin is not None and not 0 <= begin < text.vocab_size
     ):  # a default of another vocabulary, outside this embedding
         begin = None
-    return ModelInfo(name, int(text.vocab_size), context_length(config), begin, ends, count_parameters(program))
+    parameters, size = count_parameters(traced.program), int(text.vocab_size)
+    return ModelInfo(name, size, context_length(config), begin, ends, parameters, traced.left_out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,36 @@ from qcompile.checkpoints.loaders import Loader, TensorLoader
 from qcompile.errors import UnsupportedError, UsageError
 
 
-def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
-    """Loaders of all parameters and buffers of `module`, by their names in the exported program.
+@dataclass(frozen=True)
+class Names:
+    """Where the weights of a module are: names in the module -> names in the files, or what they are assembled from."""
 
-    Presence, shape and type of all weights are checked here, from the headers only; values when they are loaded.
+    files: dict[str, str]
+    assembled: dict[str, _Assembled]
+
+    def stored_bytes(self, checkpoint: Checkpoint, name: str) -> int:
+        """Bytes of the files that hold the weight `name`; 0 if it is not stored."""
+        if name in self.assembled:
+            group = self.assembled[name]
+            total = sum(checkpoint.entries[stored].bytes for _, stored in group.pieces)
+            return total // len(group.shapes())  # a converter may make several weights of its pieces
+        return checkpoint.entries[self.files[name]].bytes if name in self.files else 0
+
+
+def settle(module: Any, checkpoint: Checkpoint) -> Names:
+    """Find the weights of `module`, and untie those that the files store twice with different values."""
+    names = _file_names(module, checkpoint)
+    _settle_ties(module, checkpoint, names.files)
+    return names
+
+
+def loaders(module: Any, checkpoint: Checkpoint, names: Names, read: Set[str]) -> dict[str, Loader]:
+    """Loaders of the parameters and buffers `read` of `module`, by their names in the exported program.
+
+    Presence, shape and type of these weights are checked here, from the headers only; values when they are loaded.
     """
-    files, assembled = _file_names(module, checkpoint)
-    _settle_ties(module, checkpoint, files)
-    computed = _computed_buffers(module)
+    files, assembled = names.files, names.assembled
+    computed = _computed_buffers(module, read)
     groups: dict[int, list[str]] = {}
     for name, value in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(value), []).append(name)
@@ -32,15 +54,17 @@ def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
     for name, value in itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     ):
+        if name not in read:
+            continue
         if name in computed:
             by_name[name] = TensorLoader(name, computed[name])
             continue
-        names = groups.get(id(value), [name])
-        joined = next((assembled[n] for n in names if n in assembled), None)
-        stored = next((files[n] for n in names if n in files), names[0])
+        alike = groups.get(id(value), [name])
+        joined = next((assembled[n] for n in alike if n in assembled), None)
+        stored = next((files[n] for n in alike if n in files), alike[0])
         if joined is not None:
             joined.require(name, tuple(value.shape))
-            by_name[name] = functools.partial(joined.load, next(n for n in names if n in assembled))
+            by_name[name] = functools.partial(joined.load, next(n for n in alike if n in assembled))
         elif isinstance(value, nn.Parameter):
             checkpoint.require(stored, tuple(value.shape))
             by_name[name] = functools.partial(checkpoint.load, stored)
@@ -50,13 +74,13 @@ def loaders(module: Any, checkpoint: Checkpoint) -> dict[str, Loader]:
     return by_name
 
 
-def no_loaders(module: Any) -> dict[str, Loader]:
-    """Loaders for a model without its weights: of computed buffers, and placeholders for single numbers.
+def no_loaders(module: Any, read: Set[str]) -> dict[str, Loader]:
+    """Loaders of `read` for a model without its weights: of computed buffers, and placeholders for single numbers.
 
     Raising reads single numbers, as in activation functions, as kernel parameters; their values do not select the
     kernel.
     """
-    computed = _computed_buffers(module)
+    computed = _computed_buffers(module, read)
     by_name: dict[str, Loader] = {name: TensorLoader(name, value) for name, value in computed.items()}
 
     def missing(name: str) -> Tensor:
@@ -65,7 +89,7 @@ def no_loaders(module: Any) -> dict[str, Loader]:
     for name, value in itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     ):
-        if name not in by_name:
+        if name in read and name not in by_name:
             number = value.numel() == 1 and value.is_floating_point()
             by_name[name] = _stand_in(name, value.shape) if number else functools.partial(missing, name)
     return by_name
@@ -76,8 +100,8 @@ def _stand_in(name: str, shape: torch.Size) -> Loader:
     return TensorLoader(name, torch.full(shape, 0.37 + zlib.crc32(name.encode()) / 2**36))
 
 
-def _file_names(module: Any, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, _Assembled]]:
-    """(name in the module -> name in the files, name in the module -> what it is assembled from).
+def _file_names(module: Any, checkpoint: Checkpoint) -> Names:
+    """Where the weights of `module` are.
 
     Follows transformers' own rules for renaming, joining and splitting, for instance of experts stored separately.
     """
@@ -102,7 +126,7 @@ def _file_names(module: Any, checkpoint: Checkpoint) -> tuple[dict[str, str], di
             if name in state and name in stored_names:
                 _require_equal(checkpoint, name, stored_names[name], stored)
             stored_names[name] = stored
-    return stored_names, {name: group for group in groups.values() for name in group.shapes()}
+    return Names(stored_names, {name: group for group in groups.values() for name in group.shapes()})
 
 
 def _require_equal(checkpoint: Checkpoint, name: str, one: str, other: str) -> None:
@@ -176,8 +200,10 @@ def _settle_ties(module: Any, checkpoint: Checkpoint, files: dict[str, str]) -> 
         setattr(owner, leaf, nn.Parameter(torch.empty_like(getattr(owner, leaf)), requires_grad=False))
 
 
-def _computed_buffers(module: Any) -> dict[str, Tensor]:
+def _computed_buffers(module: Any, read: Set[str]) -> dict[str, Tensor]:
     """Values of buffers that are not stored, such as rotary frequencies, computed by the model's own code.
+
+    Only modules with a buffer in `read` are asked.
 
     They are moved to the CPU temporarily, filled by transformers' initialization of their modules, or of modules that
     contain these, and removed again; parameters stay on the meta device, where initialization does nothing.
@@ -185,7 +211,7 @@ def _computed_buffers(module: Any) -> dict[str, Tensor]:
     computed: dict[str, Tensor] = {}
     for path, owner in module.named_modules():
         names = [name for name in owner._non_persistent_buffers_set if owner._buffers.get(name) is not None]
-        if not names:
+        if read.isdisjoint(f"{path}.{name}".removeprefix(".") for name in names):
             continue
         kept = {name: owner._buffers[name] for name in names}
         for name, buffer in kept.items():

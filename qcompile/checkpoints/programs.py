@@ -118,9 +118,18 @@ def _inline_call(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> 
     return _inline(graph, body, inner)
 
 
+def weights_read(program: ExportedProgram, wrapper: str = WRAPPER) -> set[str]:
+    """Names of the parameters and buffers whose values or shapes the program uses, without the prefix `wrapper`."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    read = (spec for spec in program.graph_signature.input_specs if nodes[spec.arg.name].users)
+    return {str(spec.target).removeprefix(wrapper) for spec in read if spec.target is not None}
+
+
 def count_parameters(program: ExportedProgram) -> int:
     """Number of parameters that the program reads, with tied ones counted once."""
-    used = {spec.target for spec in program.graph_signature.input_specs if spec.kind.name == "PARAMETER"}
+    nodes = {node.name: node for node in program.graph.nodes}
+    parameters = (spec for spec in program.graph_signature.input_specs if spec.kind.name == "PARAMETER")
+    used = {spec.target for spec in parameters if nodes[spec.arg.name].users}
     held = program.state_dict
     return sum(value.numel() for value in {id(held[n]): held[n] for n in used if n in held}.values())
 

@@ -140,6 +140,7 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
                 "drafts": {name: [_record(record) for record in records] for name, records in report.drafts.items()},
                 "seconds": report.seconds,
                 "bytes": size,
+                "left_out": dict(report.left_out),
             }
         )
         return
@@ -148,6 +149,7 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
         print(f"{name}: {_line(records)}")
     if explain is not None:
         print("\n".join(_explained(report, explain)))
+    print(console.left_out(report.left_out), end="")
     facts = f"{console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight"
     print(f"{report.path}: {facts}, built in {sum(report.seconds.values()):.1f} s")
 

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -83,6 +83,13 @@ def print_json(value: Any) -> None:
 def print_json_line(value: Any) -> None:
     """`value` as one line of JSON on stdout."""
     print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def left_out(modules: Mapping[str, int]) -> str:
+    """A line about the modules that no text reaches, with their bytes in the checkpoint; empty if there are none."""
+    largest = sorted(modules.items(), key=lambda item: -item[1])
+    named = ", ".join(f"{path} ({byte_size(size)})" for path, size in largest)
+    return f"left out, as no text reaches them: {named}\n" if named else ""
 
 
 def byte_size(count: float) -> str:

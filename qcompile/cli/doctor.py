@@ -84,7 +84,7 @@ class Diagnosis:
         examined = f"layers: {self.plan['layers']}, which repeat the first {seen}\n" if seen else ""
         return (
             f"exportable: {self.plan['model']}, {self.plan['parameters']:,} parameters\n"
-            f"{examined}"
+            f"{examined}{console.left_out(self.plan['left_out'])}"
             f"passes: {passes}\n"
             f"kernels\n{kernels}\n"
             f"memory {console.byte_size(self.memory_bytes)} (weights {console.byte_size(self.plan['weight_bytes'])}, "
@@ -139,6 +139,7 @@ def _facts(plan: CompilationPlan) -> dict[str, Any]:
     return {
         "model": info.name,
         "parameters": info.parameters,
+        "left_out": dict(info.left_out),
         "linear_bits": packed,
         "linear_weights": weights,
         "passes": [{"name": p.name, "options": p.options, "fired": p.fired} for p in plan.passes],

@@ -125,6 +125,7 @@ def as_text(contents: dict[str, Any]) -> str:
     return (
         f"model    {model['name']}, {model['parameters']:,} parameters, vocabulary {model['vocab_size']}, "
         f"context {model['max_position']}\n"
+        f"{console.left_out(model.get('left_out') or {})}"
         f"recipe   {recipe['name']}{options}\n"
         f"target   {target['name']} ({target['isa']})\n"
         f"weights  {contents['bits_per_weight']:.2f} bits per weight of the linears\n"
