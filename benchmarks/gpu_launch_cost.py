@@ -84,7 +84,7 @@ def main() -> int:
     prepared = LaunchCall(device, function, (1, 1, 1), 32, 0, False, [0] * ARGUMENTS)
     ways: dict[str, Callable[[], None]] = {
         "ctypes": prepared.run,
-        "cuda-bindings": with_bindings(device.stream, function),
+        "cuda-bindings": with_bindings(device.stream or 0, function),
     }
     found = {"alone": medians(ways, device)}
     stop = threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,21 +17,18 @@ from qcompile.passes.base import Pass, PassResult
 
 def head_linears(graph: Graph) -> set[fx.Node]:
     """Linears whose results reach the output without passing through another linear: they produce the logits."""
-    found: set[fx.Node] = set()
-    frontier = list(graph.output.all_input_nodes)
-    while frontier:
-        node = frontier.pop()
-        if ops.name_of(node.target) == "linear":
-            found.add(node)
-        elif not graph.is_weight(node):
-            frontier += node.all_input_nodes
-    return found
+    return _last_linears(graph, graph.output.all_input_nodes)
 
 
 def router_linears(graph: Graph) -> set[fx.Node]:
     """Linears whose results reach the choice of experts without passing through another linear."""
+    return _last_linears(graph, [n for node in graph.calls("top_k") for n in node.all_input_nodes])
+
+
+def _last_linears(graph: Graph, values: Iterable[fx.Node]) -> set[fx.Node]:
+    """Linears whose results reach one of `values` without passing through another linear."""
     found: set[fx.Node] = set()
-    frontier = [n for node in graph.calls("top_k") for n in node.all_input_nodes]
+    frontier = list(values)
     while frontier:
         node = frontier.pop()
         if ops.name_of(node.target) == "linear":

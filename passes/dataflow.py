@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from qcompile import ops
+from qcompile.errors import PassError
 from qcompile.graph import Graph
 
 LINEAR_IN_PLACE = ("add", "scale")
@@ -81,6 +82,22 @@ def read_once(value: fx.Node) -> bool:
     for user in value.users:
         fx.node.map_arg((user.args, user.kwargs), places.append)
     return places.count(value) == 1
+
+
+def value_linears(pass_name: str, attention: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The linear that an attention's values come from, and those that read its merged result.
+
+    Raises PassError naming a value with another source or reader: a change of the values' basis could not be undone.
+    """
+    value = ops.operand(attention, "v")
+    source = ops.operand(value, "x") if ops.name_of(value.target) == "split_heads" else value
+    if ops.name_of(source.target) != "linear" or not (read_once(source) and read_once(value)):
+        raise PassError(pass_name, value.name, "values do not come from a linear of their own")
+    readers = [reader for merged in attention.users for reader in merged.users]
+    merges = all(ops.name_of(user.target) == "merge_heads" for user in attention.users)
+    if not merges or any(ops.name_of(reader.target) != "linear" for reader in readers):
+        raise PassError(pass_name, attention.name, "attention's output is read by something other than a linear")
+    return source, readers
 
 
 def value_features(attention: fx.Node) -> tuple[int, int] | None:

@@ -70,13 +70,7 @@ class Reorder(Pass):
         head_dim = value.meta["val"].shape[-1]
         if GROUP % head_dim == 0:
             return 0
-        source = ops.operand(value, "x") if ops.name_of(value.target) == "split_heads" else value
-        if ops.name_of(source.target) != "linear" or not (dataflow.read_once(source) and dataflow.read_once(value)):
-            raise PassError(self.name, value.name, "values do not come from a linear of their own")
-        readers = [reader for merged in attention.users for reader in merged.users]
-        merges = all(ops.name_of(user.target) == "merge_heads" for user in attention.users)
-        if not merges or any(ops.name_of(reader.target) != "linear" for reader in readers):
-            raise PassError(self.name, attention.name, "attention's output is read by something other than a linear")
+        source, readers = dataflow.value_linears(self.name, attention)
         group = attention.meta["val"].shape[-2] // value.meta["val"].shape[-2]
         weights = [ops.operand(reader, "weight") for reader in readers]
         rows, columns = (graph.call_weight("head_order", weights, group, head_dim, wide) for wide in (False, True))

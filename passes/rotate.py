@@ -112,13 +112,7 @@ class Rotate(Pass):
     def _rotate_values(self, graph: Graph, attention: fx.Node, number: int) -> int:
         """Rotate each head's values. Attention mixes tokens, not features, so its output is rotated the same way."""
         value = ops.operand(attention, "v")
-        source = ops.operand(value, "x") if ops.name_of(value.target) == "split_heads" else value
-        if ops.name_of(source.target) != "linear" or not (dataflow.read_once(source) and dataflow.read_once(value)):
-            raise PassError(self.name, value.name, "values do not come from a linear of their own")
-        readers = [reader for merged in attention.users for reader in merged.users]
-        merges = all(ops.name_of(user.target) == "merge_heads" for user in attention.users)
-        if not merges or any(ops.name_of(reader.target) != "linear" for reader in readers):
-            raise PassError(self.name, attention.name, "attention's output is read by something other than a linear")
+        source, readers = dataflow.value_linears(self.name, attention)
         signs = self._signs(graph, f"values{number}", self._block(value, value.meta["val"].shape[-1]))
         _rotate_outputs(graph, source, signs)
         for reader in readers:

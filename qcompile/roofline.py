@@ -28,18 +28,14 @@ class Peaks:
 CPU_CORE = Peaks(25e9, {"int8": 400e9, "bf16": 200e9, "f32": 100e9})
 """Rates for predicting times on a CPU: a core of a recent server. `qcompile bench` measures the actual one."""
 
-_BF16_OVER_F32 = 15
-"""Ratio of tensor-core bf16 to plain float32 rates, similar on all these GPUs."""
-
 
 def peaks_of(target: str) -> Peaks:
     """Rates for predicting times on `target`: a GPU's data sheet, or a typical CPU core. UsageError if unknown."""
     machine = get_target(target)
     if not machine.memory_gb_s:
         return CPU_CORE
-    bf16 = machine.bf16_tflops * 1e12
-    rates = {"int8": machine.int8_tops * 1e12, "bf16": bf16, "f32": bf16 / _BF16_OVER_F32}
-    return Peaks(machine.memory_gb_s * 1e9, rates)
+    rates = {"int8": machine.int8_tops, "bf16": machine.bf16_tflops, "f32": machine.f32_tflops}
+    return Peaks(machine.memory_gb_s * 1e9, {dtype: 1e12 * rate for dtype, rate in rates.items()})
 
 
 class Cost(NamedTuple):

@@ -14,6 +14,16 @@ from typing import Any
 from qcompile.errors import UsageError
 
 
+def has_pdl(capability: int) -> bool:
+    """Whether GPUs of a compute capability have programmatic dependent launch."""
+    return capability >= 90
+
+
+def has_wgmma(capability: int) -> bool:
+    """Whether GPUs of a compute capability have the tensor core instruction wgmma, which only sm_90 has."""
+    return capability == 90
+
+
 @dataclass(frozen=True)
 class Target:
     """A kind of machine.
@@ -46,12 +56,12 @@ class Target:
     @property
     def has_pdl(self) -> bool:
         """Whether the GPU has programmatic dependent launch."""
-        return self.capability >= 90
+        return has_pdl(self.capability)
 
     @property
     def has_wgmma(self) -> bool:
         """Whether the GPU has the tensor core instruction wgmma, which only sm_90 has."""
-        return self.capability == 90
+        return has_wgmma(self.capability)
 
     @property
     def facts(self) -> dict[str, Any]:

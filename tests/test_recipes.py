@@ -160,7 +160,7 @@ def test_a_gemm_costs_its_weights_and_its_rows() -> None:
     call = {"kernel": "gemm", "x": "a", "out": "b", "n": 32, "k": 64, "weights": {"codes": "w", "scale": "s"}}
     cost = call_cost(call | {"bias": None, "residual": None}, program, {"w": 1024, "s": 128}, context=1)
     assert cost == (64 + 32 * 4 + 1024 + 128, 2 * 32 * 64, "int8")
-    attention = {"kernel": "attention", "q": "b", "out": "b", "heads": 2, "head_dim": 16}
+    attention = {"kernel": "attention", "q": "b", "out": "b", "heads": 2, "head_dim": 16, "value": None}
     assert call_cost(attention, program, {}, context=10).bytes == 2 * 128 + 10 * 50
 
 
@@ -186,5 +186,6 @@ def test_rates_of_a_gpu_are_its_data_sheets() -> None:
     peaks = peaks_of("h100")
     assert peaks.bytes_per_second == 3350e9 and peaks.ops_per_second["int8"] == 1979e12
     assert predicted_us(3350e6, 1.0, peaks) == pytest.approx(1000)
+    assert peaks_of("l40s").ops_per_second == pytest.approx({"int8": 733e12, "bf16": 362e12, "f32": 91.6e12})
     with pytest.raises(UsageError, match="target z80 is unknown"):
         peaks_of("z80")

@@ -22,6 +22,7 @@ from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.kv_pages import GpuKV, page_arguments
 from qcompile.codegen.sizes import power_of_two
 from qcompile.formats.kv import HIER_GROUP, RING_GROUPS
+from qcompile.targets import has_pdl
 
 # -2 pi as a sum: two short parts whose products with integers up to 2^12 are exact, and the rest.
 _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
@@ -125,7 +126,7 @@ class AppendSpec:
         format = "staged" if self.staged else self.kv.kind.appended_as
         what = f"append_{format}" if self.appends else "rope_heads"
         name = f"{what}{f'_{self.tokens}' if self.tokens > 1 else ''}"
-        pdl = self.inline_asm and capability >= 90
+        pdl = self.inline_asm and has_pdl(capability)
         source = render_template(
             "append.py.jinja",
             spec=self,
@@ -176,9 +177,9 @@ class StagedSpec:
             spec=self,
             name=name,
             arguments=arguments,
-            pdl=capability >= 90,
+            pdl=has_pdl(capability),
             block=power_of_two(self.kv.dim),
             ring_groups=RING_GROUPS,
             **_group_constants(self.kv, self.shares),
         )
-        return Kernel(name, source, tuple(arguments), 4, 1, capability >= 90, fusion=False)
+        return Kernel(name, source, tuple(arguments), 4, 1, has_pdl(capability), fusion=False)

@@ -21,6 +21,7 @@ from qcompile.codegen.gpu.operands import Grid, GridSize
 from qcompile.codegen.gpu.visible_keys import VisibleKeys
 from qcompile.codegen.sizes import power_of_two
 from qcompile.formats.kv import HIER_GROUP, RING_GROUPS
+from qcompile.targets import has_pdl
 
 COLUMNS = 8
 """The N of an MMA."""
@@ -142,13 +143,13 @@ class AttentionSpec(VisibleKeys):
         """The kernel for a compute capability."""
         name = f"attention_{self.kv.format}_{self.cut}"
         # PDL only for short programs: long ones would all start on the multiprocessors that become free first.
-        pdl = self.inline_asm and capability >= 90 and self.cut == "leaf"
+        pdl = self.inline_asm and has_pdl(capability) and self.cut == "leaf"
         source = render_template(
             self._template,
             spec=self,
             name=name,
             arguments=self.arguments,
-            triggers_dependents=self.inline_asm and capability >= 90,
+            triggers_dependents=self.inline_asm and has_pdl(capability),
             pdl=pdl,
             asm=self.inline_asm,
             block=self.block,

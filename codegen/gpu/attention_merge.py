@@ -11,6 +11,7 @@ from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template, resul
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.visible_keys import VisibleKeys
 from qcompile.codegen.sizes import power_of_two
+from qcompile.targets import has_pdl
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class MergeSpec(VisibleKeys):
         arguments += [Argument("amax", "*fp32")] * (self.amax and self.final)
         arguments += [Argument("sinks", "*fp32")] * (self.sinks and self.final)
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
-        pdl = capability >= 90
+        pdl = has_pdl(capability)
         name = f"merge_{self.split}_{self.leaves}_{self.level}{'' if self.final else '_part'}"
         warps = self.heads_per_program if self.batched else 8 if self.merges_leaves and not self.final else 4
         source = render_template(

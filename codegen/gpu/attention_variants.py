@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qcompile.codegen.gpu.attention import AttentionSpec
+from qcompile.targets import has_wgmma
 
 MOST_OCTETS = 3
 """Most blocks of eight rows that a program has registers for."""
@@ -60,7 +61,7 @@ def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, Attent
     kv, group = spec.kv, spec.heads // spec.kv.heads
     # Items of 16 bits are loaded by twos.
     fits = 32 <= kv.dim <= 128 and group <= FAR_ROWS and (kv.bits == 16 or kv.width % 2 == 0)
-    if capability != 90 or kv.upper_only or not fits:
+    if not has_wgmma(capability) or kv.upper_only or not fits:
         return prefill_variants(spec)
     few = (FEW_FAR_ROWS[kv.bits], replace(spec, octets=1))
     # Rounded positions are prefetched to registers.

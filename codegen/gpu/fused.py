@@ -10,15 +10,21 @@ from qcompile.codegen.calls import Attention, Call, ExpertGemm, Gemm, Norm, Norm
 
 @dataclass(frozen=True)
 class FusedCall(Call):
-    """Several calls as one; reads what the calls in `parts` read, and writes what they write."""
+    """Several calls as one; reads what the calls in `parts` read, and writes what they write.
+
+    `part_fields` of a class name its fields that hold calls: one, a tuple of them, or None.
+    """
 
     read_fields: ClassVar[tuple[str, ...]] = ()
     write_fields: ClassVar[tuple[str, ...]] = ()
+    part_fields: ClassVar[tuple[str, ...]]
 
     @property
     def parts(self) -> tuple[Call, ...]:
         """The fused calls in order."""
-        raise NotImplementedError
+        values = (getattr(self, each) for each in self.part_fields)
+        calls = (call for value in values for call in (value if isinstance(value, tuple) else (value,)))
+        return tuple(call for call in calls if call is not None)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -62,13 +68,9 @@ class MeasuredQuantize(FusedCall):
     """
 
     kernel: ClassVar[str] = "measured_quantize"
+    part_fields: ClassVar[tuple[str, ...]] = ("maker", "quantize")
     maker: Gemm | Attention
     quantize: QuantizeRows
-
-    @property
-    def parts(self) -> tuple[Call, ...]:
-        """The fused calls in order."""
-        return self.maker, self.quantize
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,10 @@ class NormedAppend(FusedCall):
     """An append to the KV cache that first normalizes the heads of q, of k, or of both."""
 
     kernel: ClassVar[str] = "normed_append"
+    part_fields: ClassVar[tuple[str, ...]] = ("norm_q", "norm_k", "append")
     append: RopeAppend
     norm_q: NormHeads | None = None
     norm_k: NormHeads | None = None
-
-    @property
-    def parts(self) -> tuple[Call, ...]:
-        """The fused calls in order."""
-        norms = (norm for norm in (self.norm_q, self.norm_k) if norm is not None)
-        return *norms, self.append
 
 
 @dataclass(frozen=True)
@@ -105,13 +102,9 @@ class RouteChain(FusedCall):
     """Consecutive steps of a router; `stored` tells of each step whether another call reads its result."""
 
     kernel: ClassVar[str] = "route_chain"
+    part_fields: ClassVar[tuple[str, ...]] = ("steps",)
     steps: tuple[Route, ...]
     stored: tuple[bool, ...]
-
-    @property
-    def parts(self) -> tuple[Call, ...]:
-        """The fused calls in order."""
-        return self.steps
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -154,13 +147,9 @@ class NormSlots(FusedCall):
     """A norm that also quantizes its result for the GEMMs of experts."""
 
     kernel: ClassVar[str] = "norm_slots"
+    part_fields: ClassVar[tuple[str, ...]] = ("norm", "slots")
     norm: Norm
     slots: QuantizeSlots
-
-    @property
-    def parts(self) -> tuple[Call, ...]:
-        """The fused calls in order."""
-        return self.norm, self.slots
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -189,11 +178,7 @@ class SlotGemm(FusedCall):
     """A GEMM of experts over what an earlier call like `inputs` quantized and one like `order` sorted."""
 
     kernel: ClassVar[str] = "slot_gemm"
+    part_fields: ClassVar[tuple[str, ...]] = ("gemm",)
     gemm: ExpertGemm
     inputs: QuantizeSlots
     order: SortSlots
-
-    @property
-    def parts(self) -> tuple[Call, ...]:
-        """The GEMM."""
-        return (self.gemm,)

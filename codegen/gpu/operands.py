@@ -57,6 +57,13 @@ Operands = dict[str, Operand]
 
 
 @dataclass(frozen=True)
+class NamedOperand(Operand):
+    """An operand that the runtime finds by its name alone."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class ActivationRef(Operand):
     """Address of activations: `bytes_per_row` times the rows of the arena for `rows`, plus `column_bytes`."""
 
@@ -66,12 +73,10 @@ class ActivationRef(Operand):
     column_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class WeightRef(Operand):
+class WeightRef(NamedOperand):
     """Address of a weight."""
 
-    kind: ClassVar[str] = "weight"
-    name: str
+    kind = "weight"
 
 
 @dataclass(frozen=True)
@@ -111,12 +116,10 @@ class CacheRef(Operand):
     layer: int
 
 
-@dataclass(frozen=True)
-class CountRef(Operand):
+class CountRef(NamedOperand):
     """A count of the step."""
 
-    kind: ClassVar[str] = "count"
-    name: str
+    kind = "count"
 
 
 @dataclass(frozen=True)
@@ -127,17 +130,13 @@ class NumberRef(Operand):
     value: int
 
 
-@dataclass(frozen=True)
-class DraftRef(Operand):
+class DraftRef(NamedOperand):
     """Address of an input or result of the draft path."""
 
-    kind: ClassVar[str] = "draft"
-    name: str
+    kind = "draft"
 
 
-@dataclass(frozen=True)
-class StateRef(Operand):
+class StateRef(NamedOperand):
     """Address of an array of the state of speculation rounds."""
 
-    kind: ClassVar[str] = "state"
-    name: str
+    kind = "state"

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, Grid, GridSize, InputRef, Operands
-from qcompile.codegen.gpu.sampling_options import OPTIONS, option
+from qcompile.codegen.gpu.sampling_options import OPTION_VALUES
+from qcompile.targets import has_pdl
 
 BLOCK, CHUNK, PARTS, WARPS = 256, 32, 8, 4
 """Listed and recent tokens that a program takes at once, programs for each row of logits, and warps of each."""
@@ -36,15 +37,14 @@ def penalty_kernel(kind: str, vocab: int, capability: int) -> Kernel:
     kept = ("token_ids", "positions", "row_sequence", "sampling", "seen", "M")
     changed = ("logits", "output_rows", "positions", "row_sequence", "sampling", "seen")
     names = kept if kind == "keep_recent" else changed
-    arguments, pdl = tuple(Argument(name, _TYPES.get(name, "*i32")) for name in names), capability >= 90
+    arguments, pdl = tuple(Argument(name, _TYPES.get(name, "*i32")) for name in names), has_pdl(capability)
     source = render_template(
         "penalties.py.jinja",
         title=_KINDS[kind][0],
         kind=kind,
         arguments=arguments,
         vocab=vocab,
-        option=option,
-        options=OPTIONS,
+        **OPTION_VALUES,
         block=BLOCK,
         chunk=CHUNK,
         parts=PARTS,

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import Grid, GridSize, InputRef, Operands, ScratchRef
-from qcompile.codegen.gpu.sampling_options import OPTIONS, option
+from qcompile.codegen.gpu.sampling_options import OPTION_VALUES, parts_values
 from qcompile.codegen.sizes import power_of_two
+from qcompile.targets import has_pdl
 
 PART, WARPS = 4096, 8
 """Logits per program, and its warps."""
@@ -36,19 +37,15 @@ def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
     names = (*names, "reports") if kind == "row" else names
     arguments = tuple(Argument(name, _TYPES.get(name, "*fp64")) for name in names)
     titles = {"keep": "Logits before biases and penalties", "parts": "Reports of parts of the logits"}
-    parts, name, pdl = -(-vocab // PART), f"report_{kind}", capability >= 90
+    name, pdl = f"report_{kind}", has_pdl(capability)
     source = render_template(
         "report.py.jinja",
         title=titles.get(kind, "Reports of chosen tokens"),
         kind=kind,
-        option=option,
-        options=OPTIONS,
         name=name,
         arguments=arguments,
-        vocab=vocab,
-        part=PART,
-        parts=parts,
-        parts_block=power_of_two(parts),
+        **OPTION_VALUES,
+        **parts_values(vocab, PART),
         most=MOST,
         most_block=power_of_two(MOST),
         pdl=pdl,

@@ -11,6 +11,7 @@ from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.operands import GridSize, grid_size
 from qcompile.codegen.sizes import power_of_two
 from qcompile.errors import UnsupportedError
+from qcompile.targets import has_pdl
 
 WARPS = 4
 MOST_SCORES = 1024
@@ -53,7 +54,7 @@ class ScoresSpec:
         """The kernel for a compute capability."""
         arguments = [Argument(name, "*fp32") for name in ("x", "w", "out", *["bias"] * self.bias)]
         arguments.append(Argument("M", "i32"))
-        name, pdl = f"scores_{self.n}x{self.k}{'_bias' if self.bias else ''}", capability >= 90
+        name, pdl = f"scores_{self.n}x{self.k}{'_bias' if self.bias else ''}", has_pdl(capability)
         values = {"name": name, "arguments": arguments, "pdl": pdl}
         source = render_template("scores.py.jinja", spec=self, **values)
         return Kernel(name, source, tuple(arguments), WARPS, 1, pdl)
@@ -116,7 +117,7 @@ class RouteSpec:
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        name, pdl = "route_" + "_".join(step.kind for step in self.steps), capability >= 90
+        name, pdl = "route_" + "_".join(step.kind for step in self.steps), has_pdl(capability)
         values = {"name": name, "arguments": self.arguments, "power_of_two": power_of_two, "pdl": pdl}
         return Kernel(name, render_template("route.py.jinja", spec=self, **values), self.arguments, 1, 1, pdl)
 
@@ -156,7 +157,7 @@ class BlocksSpec:
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        name, pdl = f"expert_blocks_{self.experts}x{self.slots}_{self.tokens}", capability >= 90
+        name, pdl = f"expert_blocks_{self.experts}x{self.slots}_{self.tokens}", has_pdl(capability)
         values = {"name": name, "arguments": self.arguments, "pdl": pdl}
         rooms = {
             "room": power_of_two(self.most * self.slots),
@@ -194,6 +195,6 @@ class CombineSpec:
         """The kernel for a compute capability."""
         more = ["scores"] * (self.score_stride > 0) + ["other"] * (self.other_stride > 0)
         arguments = tuple(Argument(n, "*fp32") for n in ("x", "out", *more))
-        name, pdl = f"combine_{self.slots}{'_add' if self.other_stride else ''}", capability >= 90
+        name, pdl = f"combine_{self.slots}{'_add' if self.other_stride else ''}", has_pdl(capability)
         values = {"name": name, "arguments": arguments, "part": self.PART, "pdl": pdl}
         return Kernel(name, render_template("combine.py.jinja", spec=self, **values), arguments, 4, 1, pdl)

@@ -10,6 +10,7 @@ from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.errors import UnsupportedError
 from qcompile.formats.rounding import groups_of
 from qcompile.ops import GATE_BLOCK
+from qcompile.targets import has_pdl
 
 MAX_WIDTH = 1 << 16
 ARGMAX_PART = 4096
@@ -106,7 +107,7 @@ class RowSpec:
         if self.out == "q8":
             arguments += [Argument("out_scale", "*fp32")] + [Argument("out_sum", "*i32")] * self.sums
         name = "_".join(("rows", *(p for p in (self.gated, self.unary, self.binary, self.norm) if p), self.out))
-        pdl = capability >= 90
+        pdl = has_pdl(capability)
         source = render_template(
             "rows.py.jinja",
             spec=self,
@@ -160,7 +161,7 @@ class HadamardSpec:
         rows, columns = (max(1 << (side - 1).bit_length(), least) for side in (self.width // self.core, self.core))
         arguments = [Argument("x", "*bf16" if self.gated else "*fp32"), Argument("out", "*fp32")]
         arguments += [Argument("core", "*fp32")] * (self.core > 1)
-        name, pdl = f"hadamard_{self.gated}".rstrip("_"), capability >= 90
+        name, pdl = f"hadamard_{self.gated}".rstrip("_"), has_pdl(capability)
         source = render_template(
             "hadamard.py.jinja",
             spec=self,
@@ -206,7 +207,7 @@ class GatherSpec:
         """The kernel for a compute capability."""
         named = [f"x{number}" for number in range(len(self.sources))]
         arguments = (*(Argument(n, "*fp32") for n in (*named, "out")), Argument("index", "*i32"))
-        name, pdl = f"gather_{len(self.sources)}", capability >= 90
+        name, pdl = f"gather_{len(self.sources)}", has_pdl(capability)
         values = {"name": name, "arguments": arguments, "pdl": pdl}
         return Kernel(name, render_template("gather.py.jinja", spec=self, **values), arguments, 4, 1, pdl)
 
@@ -216,7 +217,7 @@ def argmax_kernel(vocab: int, parts: int, final: bool, capability: int) -> Kerne
     names = ["argmax"] if final else ["logits"]
     arguments = [Argument(n, "*i32" if n == "argmax" else "*fp32") for n in names]
     arguments += [Argument("part_value", "*fp32"), Argument("part_index", "*i32")]
-    name, pdl = "argmax_final" if final else "argmax_parts", capability >= 90
+    name, pdl = "argmax_final" if final else "argmax_parts", has_pdl(capability)
     source = render_template(
         "argmax.py.jinja",
         name=name,

@@ -16,8 +16,9 @@ from qcompile.codegen.gpu.operands import CountRef, GridSize, InputRef, NumberRe
 from qcompile.codegen.gpu.penalties import penalties
 from qcompile.codegen.gpu.report import keeping, reporting
 from qcompile.codegen.gpu.rows import ARGMAX_PART, argmax_kernel
-from qcompile.codegen.gpu.sampling_options import OPTIONS, option
+from qcompile.codegen.gpu.sampling_options import OPTION_VALUES, parts_values
 from qcompile.codegen.sizes import power_of_two
+from qcompile.targets import has_pdl
 
 PART, WARPS = 1024, 4
 """Logits per program, and its warps."""
@@ -54,21 +55,17 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
     }[kind]
     arguments = tuple(Argument(name, _TYPES.get(name, "*fp64")) for name in names)
     titles = {"narrow": f"A pass of the search for the limit of {by}", "mass": "The weights of each part of the logits"}
-    name, pdl = f"sample_{kind}{'_' + by if by else ''}", capability >= 90
-    parts, largest = -(-vocab // PART), -(-vocab // ARGMAX_PART)
+    name, pdl = f"sample_{kind}{'_' + by if by else ''}", has_pdl(capability)
+    largest = -(-vocab // ARGMAX_PART)
     source = render_template(
         "sample.py.jinja",
         title=titles.get(kind, "Draw a token"),
         kind=kind,
-        option=option,
-        options=OPTIONS,
         by=by,
         name=name,
         arguments=arguments,
-        vocab=vocab,
-        part=PART,
-        parts=parts,
-        parts_block=power_of_two(parts),
+        **OPTION_VALUES,
+        **parts_values(vocab, PART),
         largest=largest,
         largest_block=power_of_two(largest),
         bins=_BINS,

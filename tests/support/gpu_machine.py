@@ -164,6 +164,20 @@ class Machine:
         self.speculator: Any = load._drafter(Path(), {}, self.target, levels, opened, None) if levels else None
         self.pages = pages
 
+    @staticmethod
+    def drafted(graph: Any, how: str, pages: int) -> Machine:
+        """A decoder with drafts: `how` is "shared" (over the same weights), "own" (itself once more), "lookup", or
+        anything else for none."""
+        drafts: list[Any] = {"lookup": ["lookup"], "own": [graph]}.get(how, [])
+        return Machine(graph, "nested" if how == "shared" else "bf16", pages, drafts=drafts)
+
+    def let_kernels_choose(self, chosen: bool) -> None:
+        """Whether kernels choose tokens that are not greedy, those of drafts too, or the host does."""
+        drafts = [stage.executor for stage in self.speculator.stages] if self.speculator else []
+        for executor in (self.target, *drafts):
+            if executor is not None:
+                executor.draws = chosen
+
     def engine(self, gamma: int = 0) -> Engine:
         """A new engine that drafts `gamma` tokens a round. Like that of a loaded model, it has a controller."""
         pool = BlockPool(self.pages, self.limits.page_tokens, self.limits.ring_tokens)

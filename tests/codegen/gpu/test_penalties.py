@@ -109,8 +109,7 @@ def interpret_engine(how: str) -> None:
     torch.manual_seed(0)
     device_sampling._FIRST_ROOM = 64  # grows
     graph = decoder(**SMALL)
-    drafts: list[Any] = {"lookup": ["lookup"], "own": [graph]}.get(how, [])
-    machine = Machine(graph, "nested" if how == "shared" else "bf16", pages=9, drafts=drafts)
+    machine = Machine.drafted(graph, how, pages=9)
     params = penalized(max_tokens=6, ignore_eos=True)[:6]
     params[3] = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={5: 2.5, 9: 2, 30: -100})
     params[4] = replace(params[4], logit_bias=dict.fromkeys(range(0, 40, 3), 0.5))
@@ -119,9 +118,7 @@ def interpret_engine(how: str) -> None:
     asked = logits_asked()
 
     def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
-        machine.target.draws = draws  # type: ignore[misc]
-        if how in ("shared", "own"):
-            machine.speculator.stages[0].executor.draws = draws
+        machine.let_kernels_choose(draws)
         engine = machine.engine(gamma)
         requests = [engine.add(PROMPTS[i], params[i]) for i in chosen]
         return list(zip(machine.run(engine, requests), [r.output.logprobs for r in requests], strict=True))

@@ -132,8 +132,7 @@ def interpret_engine(how: str) -> None:
     torch.manual_seed(0)
     device_sampling._FIRST_REPORTS = 64  # grows
     graph = decoder(**SMALL)
-    drafts: list[Any] = {"lookup": ["lookup"], "own": [graph]}.get(how, [])
-    machine = Machine(graph, "nested" if how == "shared" else "bf16", pages=9, drafts=drafts)
+    machine = Machine.drafted(graph, how, pages=9)
     options: list[dict[str, Any]] = [
         {"temperature": 0, "logprobs": 2},
         {"temperature": 1.2, "seed": 4, "top_k": 30, "logprobs": 20},
@@ -146,9 +145,7 @@ def interpret_engine(how: str) -> None:
     asked = logits_asked()
 
     def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
-        machine.target.draws = draws  # type: ignore[misc]
-        if how in ("shared", "own"):
-            machine.speculator.stages[0].executor.draws = draws
+        machine.let_kernels_choose(draws)
         engine = machine.engine(gamma)
         requests = [engine.add(PROMPTS[i], params[i]) for i in chosen]
         return list(zip(machine.run(engine, requests), [r.output.logprobs for r in requests], strict=True))

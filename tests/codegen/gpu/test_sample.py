@@ -112,8 +112,7 @@ def interpret_engine(how: str) -> None:
 
     torch.manual_seed(0)
     graph = decoder(**SMALL)
-    drafts: list[Any] = {"lookup": ["lookup"], "own": [graph]}.get(how, [])
-    machine = Machine(graph, "nested" if how == "shared" else "bf16", pages=9, drafts=drafts)
+    machine = Machine.drafted(graph, how, pages=9)
     options: list[dict[str, Any]] = [
         {"temperature": 0.8, "seed": 3},
         {"temperature": 1.2, "seed": 4, "top_k": 30, "top_p": 0.9},
@@ -123,9 +122,7 @@ def interpret_engine(how: str) -> None:
     params = [SamplingParams(max_tokens=6 - i, ignore_eos=True, **o) for i, o in enumerate(options)]
 
     def generate(draws: bool, gamma: int, chosen: tuple[int, ...] = (0, 1, 2, 3)) -> list[list[int]]:
-        machine.target.draws = draws  # type: ignore[misc]
-        if how in ("shared", "own"):
-            machine.speculator.stages[0].executor.draws = draws
+        machine.let_kernels_choose(draws)
         engine = machine.engine(gamma)
         return machine.run(engine, [engine.add(PROMPTS[i], params[i]) for i in chosen])
 
