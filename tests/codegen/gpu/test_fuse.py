@@ -293,7 +293,7 @@ def test_launches_depend_on_the_call_alone() -> None:
     before = program(NORM_Q, NORM_K, APPEND, ATTENTION, QuantizeRows("quantize", "h", "y"), y="q8")
     found = fuse.fuse(before)
     assert names(found) == ["normed_append", "measured_quantize"]
-    context = PlanContext(found, kv_of(found), 64, TARGETS["h200"])
+    context = PlanContext(found, (kv_of(found, 0),), 64, TARGETS["h200"])
     forward = [launches_of(context, call) for call in found.calls]
     assert forward == [launches_of(context, call) for call in reversed(found.calls)][::-1]
     assert names(before) == ["norm_heads", "norm_heads", "rope_append", "attention", "quantize"]

@@ -59,7 +59,7 @@ def report(draws: list[Draws], rows: list[Row]) -> None:
     given |= {name: torch.tensor(list(column), dtype=torch.int32) for name, column in columns.items()}
     given["logits"] = torch.stack([row.logits for row in rows])
     kv: Any = None
-    plan = LaunchPlan(TARGETS["a100"], kv, 128, tuple(launches(vocab)))
+    plan = LaunchPlan(TARGETS["a100"], (kv,), 128, tuple(launches(vocab)))
     for name, (size, over) in plan.scratch.items():
         need = size * math.prod(counts[count] for count in over)
         given[name] = torch.full((need // 4,), -1, dtype=torch.int32)  # NaN, as what precedes it was written there

@@ -37,7 +37,7 @@ def drawn(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
     draws = [replace_last(Sampler(p, 0, [], vocab).draws(5, 3), u) for p, u in zip(params, uniforms, strict=True)]
     _, counts, sent = send_draws(draws, rows)
     kv: Any = None
-    plan, parts = LaunchPlan(TARGETS["a100"], kv, 128, tuple(sampling("head", vocab, 80))), -(-vocab // ARGMAX_PART)
+    plan, parts = LaunchPlan(TARGETS["a100"], (kv,), 128, tuple(sampling("head", vocab, 80))), -(-vocab // ARGMAX_PART)
     every = torch.arange(rows, dtype=torch.int32)
     given: dict[str, Tensor] = {"logits": logits, "output_rows": every, "row_sequence": every.clone()}
     given |= {"positions": torch.full((rows,), 7, dtype=torch.int32), "argmax": torch.zeros(rows, dtype=torch.int32)}
