@@ -81,6 +81,7 @@ EXCEPTIONS: dict[str, Settings] = {
         "ffn_config": {"hidden_size": WIDTH, "ffn_hidden_size": 96, "moe_num_experts": 6, "moe_top_k": 2},
     },
     "dots3_note_text": {"swa_head_dim": HEAD + 16},
+    "deepseek_v2": {"num_experts_per_tok": CHOSEN, "n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1},
     "gemma3n_text": {
         **SHARED_KEYS,

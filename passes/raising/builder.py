@@ -50,7 +50,8 @@ class Builder:
     def limit_context(self, node: fx.Node, longest: int) -> None:
         """Reduce the context to at most `longest` tokens, since `node` selects other values beyond that."""
         if longest < self.out.info.max_position:
-            self.out.info = replace(self.out.info, max_position=longest)
+            stated = self.out.info.stated_position or self.out.info.max_position
+            self.out.info = replace(self.out.info, max_position=longest, stated_position=stated)
             self.notes.append(f"node {node}: selects other values beyond {longest} tokens, so the context ends there")
 
     # ---- weights -------------------------------------------------------------------------------
