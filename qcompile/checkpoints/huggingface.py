@@ -116,6 +116,8 @@ def build(config: Any, allow_remote: bool = False, attention_kind: str | None = 
         if isinstance(error, KeyError):  # its text is only the key
             raise UnsupportedError(f"{config.model_type} cannot be built: there is no {error}") from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, ZeroDivisionError):  # its text names no field
+            reason = "it divides by a number of its configuration that is 0"
         raise UnsupportedError(f"{config.model_type} cannot be built: {reason}") from error
     return module.eval()
 

@@ -39,7 +39,9 @@ def test_a_shorter_context_is_named(capsys: Capture, longrope: Path, tmp_path: P
 
 
 def test_a_whole_context_is_not(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert json_of(capsys, "build", tiny_checkpoint, "-o", tmp_path / "out", "--recipe", "f32")["stated_context"] is None
+    assert (
+        json_of(capsys, "build", tiny_checkpoint, "-o", tmp_path / "out", "--recipe", "f32")["stated_context"] is None
+    )
     assert code_of("inspect", tmp_path / "out") == 0
     assert "that the model states" not in capsys.readouterr().out
     assert "stated_position" not in (tmp_path / "out" / "qcompile.json").read_text()
