@@ -27,7 +27,7 @@ class Branching(nn.Module):
         self.choose = choose
         self.embed = nn.Embedding(8, 4)
         self.config: Any = SimpleNamespace(model_type="branching", max_position_embeddings=CONTEXT)
-        self.config.get_text_config = lambda: self.config
+        self.config.get_text_config = lambda **_: self.config
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
         return SimpleNamespace(logits=self.embed(input_ids) * self.choose(position_ids))
