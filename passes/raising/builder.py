@@ -115,6 +115,11 @@ class Builder:
             store.add(name, size, store.entries[source].dtype, lambda: store[source].reshape(size))
         return self.read(name)
 
+    def member(self, weight: fx.Node, number: int) -> fx.Node:
+        """`weight` [H, .., N, K] as the matrix [N, K] of one head; dimensions between must have size 1."""
+        size = tuple(weight.meta["val"].shape[-2:])
+        return self._derived(weight, f"member{number}", size, lambda w: w[number].reshape(size))
+
     def transposed(self, weight: fx.Node) -> fx.Node:
         """`weight` [K, N] as [N, K]; undoes a transpose instead of adding one."""
         dims = [d % 2 for d in weight.args[1:3]] if operator_name(weight) == "transpose" else []  # type: ignore[operator]
