@@ -41,6 +41,11 @@ class Program:
         """Arena bytes per row of that kind."""
         return max((b.offset + b.row_bytes for b in self.buffers if b.rows == rows), default=0)
 
+    @property
+    def cache_facts(self) -> dict[str, Any]:
+        """What the manifest records about the KV cache, and the bytes of a sequence's recurrent states if any."""
+        return self.kv.facts | ({"slot_bytes": self.states.slot_bytes} if self.states.layers else {})
+
     def to_json(self) -> str:
         """Canonical JSON with one object per buffer and call, for graphs/ and for reading."""
         data: dict[str, Any] = {
@@ -49,7 +54,7 @@ class Program:
             "buffers": [asdict(b) for b in self.buffers],
             "calls": [{"kernel": c.kernel, **asdict(c)} for c in self.calls],
             "weights": list(self.weights),
-            "kv": asdict(self.kv) | {"page_bytes": self.kv.page_bytes, "layer_page_bytes": self.kv.layer_page_bytes},
+            "kv": asdict(self.kv) | {"page_bytes": self.kv.page_bytes},
             "arena_bytes_per_token": self.arena_bytes("tokens"),
             "arena_bytes_per_output": self.arena_bytes("outputs"),
         }

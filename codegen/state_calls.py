@@ -11,6 +11,9 @@ from typing import ClassVar
 from qcompile.codegen.calls import Call
 from qcompile.formats.states import ConvState, RecurrenceState
 
+MOST_TAPS = 64
+"""The widest convolution that there are kernels for."""
+
 
 @dataclass(frozen=True)
 class ConvStep(Call):

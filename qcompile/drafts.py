@@ -76,7 +76,7 @@ class DraftPath:
             "threshold": self.threshold,
             "weights": [places[name] for name in self.program.weights],
             "max_position": self.program.max_position,
-            "kv": None if self.shares_cache else self.program.kv.facts,
+            "kv": None if self.shares_cache else self.program.cache_facts,
             "passes": [record.facts for record in self.passes],
             **({"tokenizer": f"{self.name}/tokenizer.json"} if self.tokenizer else {}),
             "vocab_size": self.program.vocab_size,
@@ -172,6 +172,10 @@ class SeparateDraft:
         info = graphs[-1].info
         self.check(info, target.info)
         program = lower(graphs[-1], table, f"{name}.")
+        if self.tokenizer is not None and program.states.layers:
+            raise UnsupportedError(
+                f"draft {info.name} has recurrent states and another tokenizer, which do not go together"
+            )
         return DraftPath(name, program, graphs, records, False, *self.depth, self.tokenizer, info.bos_token_id)
 
 

@@ -82,7 +82,6 @@ class BuildReport:
 
     `drafts` maps each draft path to its passes; those of a draft derived from the target start with `speculate`.
     `left_out` has the modules of the checkpoint that no text reaches, such as a vision tower, and their bytes there.
-    `context` is in tokens; `stated_context` is what the model states, if the artifact's is less.
     """
 
     path: Path
@@ -91,8 +90,6 @@ class BuildReport:
     bits_per_weight: float
     drafts: dict[str, tuple[PassRecord, ...]]
     left_out: Mapping[str, int] = field(default_factory=dict)
-    context: int = 0
-    stated_context: int | None = None
 
 
 def build(  # parameters: the public interface, one keyword for each option
@@ -151,9 +148,8 @@ def build(  # parameters: the public interface, one keyword for each option
             path = writer.finish(_manifest(planned, schedule, machine, kernels, weights))
             shutil.rmtree(kept, ignore_errors=True)
     of_drafts = {draft.name: tuple(draft.passes) for draft in planned.drafts}
-    info, bits_per_weight = planned.graphs[-1].info, planned.bits_per_weight
-    found = info.left_out, info.max_position, info.stated_position
-    return BuildReport(path, tuple(planned.passes), clock.seconds, bits_per_weight, of_drafts, *found)
+    left_out = planned.graphs[-1].info.left_out
+    return BuildReport(path, tuple(planned.passes), clock.seconds, planned.bits_per_weight, of_drafts, left_out)
 
 
 def plan(  # parameters: the arguments of `build` that decide what is compiled
@@ -274,7 +270,7 @@ def _manifest(
             "options": dict(schedule.options),
             "head_dtype": schedule.head_dtype,
         },
-        "runtime": describe.runtime(kernels, weights, drafting, final.info.vocab_size, planned.program.kv.facts),
+        "runtime": describe.runtime(kernels, weights, drafting, final.info.vocab_size, planned.program.cache_facts),
         "passes": [record.facts for record in planned.passes],
         "bits_per_weight": planned.bits_per_weight,
         "calibration": final.calibration.describe() if final.calibration else None,

@@ -3,8 +3,8 @@
 Each part of a request has one module that changes it:
 
 - `spec`, what the caller asked for: nobody; it is immutable.
-- `sequence`, its tokens and KV pages: engine/scheduler.py the pages, and the computed positions when the request starts
-  or ends; engine/postprocess.py the tokens; whoever runs a step, the positions that it has computed
+- `sequence`, its tokens, KV pages and slot: engine/scheduler.py the pages and the slot, and the computed positions when
+  the request starts or ends; engine/postprocess.py the tokens; whoever runs a step, the positions that it has computed
   (engine/runner.py, engine/postprocess.py, and speculators for their rounds).
 - `prompt_report`, the log probabilities of the prompt: engine/postprocess.py.
 - `sampler`, its random numbers and penalties: itself, when an executor or the engine chooses a token.
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from qcompile.runtime.detokenizer import Detokenizer
 from qcompile.runtime.engine.prefixes import CachedPage
+from qcompile.runtime.engine.slots import NO_SLOT
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, SpeculationMetrics
 from qcompile.runtime.sampling.accept import Distribution
 from qcompile.runtime.sampling.logprobs import DoubleArray, Logprob
@@ -55,6 +56,8 @@ class SequenceState:
     """The prompt, followed by the generated tokens."""
     pages: list[int] = field(default_factory=list)
     """KV pages that the request holds, in the order of positions."""
+    slot: int = NO_SLOT
+    """Slot of recurrent states that the request holds while it runs."""
     computed: int = 0
     """Positions that have keys and values in the cache, while the request runs."""
     cached_page: CachedPage | None = None

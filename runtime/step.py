@@ -12,6 +12,9 @@ from typing import NamedTuple, Protocol
 
 from qcompile.runtime.sampling.sampling import Draws, FloatArray
 
+EVERYTHING = (1 << 31) - 1
+"""As `Rows.certain`: no position will be taken back."""
+
 
 class Rows(NamedTuple):
     """Consecutive tokens of one sequence in one step; the last `outputs` of them give logits."""
@@ -24,6 +27,10 @@ class Rows(NamedTuple):
     outputs: int
     known: int = 0
     """Number of leading outputs that are followed by a token of the prompt (`Draws.known`)."""
+    slot: int = 0
+    """The sequence's slot of recurrent states, if the model has any."""
+    certain: int = EVERYTHING
+    """Leading positions of the sequence that will never be taken back: all but those of drafts."""
 
 
 class Limits(NamedTuple):
@@ -66,6 +73,8 @@ class StepExecutor(Protocol):
     limits: Limits
     kv_pages: int
     """Number of pages of the KV cache."""
+    state_slots: int
+    """Slots of recurrent states; 0 if the model has none."""
     threads: int
     """CPU threads that compute; 0 on a GPU."""
     draws: bool

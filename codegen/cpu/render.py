@@ -23,8 +23,10 @@ from qcompile.codegen.cpu.headers import Headers
 from qcompile.codegen.cpu.statements import Statements, rope_stride
 from qcompile.codegen.program import Program
 from qcompile.codegen.sizes import round_up
+from qcompile.codegen.state_calls import RecurrenceStep
 from qcompile.errors import UnsupportedError
 from qcompile.formats.registry import weight_format
+from qcompile.formats.states import LOG_TOKENS
 from qcompile.targets import Target
 
 MAX_HEAD_DIM = 1024
@@ -115,6 +117,8 @@ def _sizes(program: Program, statements: Statements) -> dict[str, Any]:
     widest = max(round_up(width, PAD) for width in widths)
     tables = list(statements.ropes.values())
     return {
+        "state_keys": max((call.key_dim for call in program.calls if isinstance(call, RecurrenceStep)), default=0),
+        "logged_rows": LOG_TOKENS,
         "few_rows": min(OWN_ROWS, max(1, FEW_ELEMENTS // widest)),
         "own_rows": OWN_ROWS,
         "widest": widest,
@@ -142,6 +146,7 @@ def _description(program: Program, target: Target) -> str:
             **({"ring_tokens": kv.ring_tokens} if kv.hierarchical else {}),
         },
         "calls": [call.name for call in program.calls],
+        **({"slot_bytes": program.states.slot_bytes} if program.states.layers else {}),
     }
     return json.dumps(data, sort_keys=True)
 

@@ -30,6 +30,7 @@ from qcompile.codegen.cpu.barriers import Barriers
 from qcompile.codegen.cpu.cpp import boolean, bound, f32, ident, rows_kind
 from qcompile.codegen.program import Program
 from qcompile.codegen.sizes import round_up
+from qcompile.codegen.state_calls import MOST_TAPS, ConvStep, RecurrenceStep
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import weight_format
@@ -244,6 +245,28 @@ class Statements:
         scores = "nullptr" if c.scores is None else ident(c.scores)
         where = f"{self.mine(c.out)}, {ident(c.x)}, {x.stride}, {c.slots}, {width}"
         return [f"combine({where}, {scores}, {ident(c.out)});"]
+
+    def _conv_step(self, c: ConvStep, _: int) -> list[str]:
+        if c.width > MOST_TAPS:
+            raise UnsupportedError(f"{c.name}: a convolution of {c.width} taps, more than {MOST_TAPS}, has no kernel")
+        x = f"{ident(c.x)} + {c.x_offset}, {self.program.buffer(c.x).stride}"
+        weights = f"{self.weight(c.weight)}, {self.weight(c.bias)}"
+        blocks = f"share({round_up(c.features, 16) // 16}, s.w)"
+        return [f"conv_step({{{x}, {ident(c.out)}, {c.features}, {c.width}, {weights}, {c.state}}}, states, {blocks});"]
+
+    def _recurrence_step(self, c: RecurrenceStep, index: int) -> list[str]:
+        def place(name: str | None, offset: int) -> str:
+            return "{}" if name is None else f"{{{ident(name)} + {offset}, {self.program.buffer(name).stride}}}"
+
+        places = ((c.q, c.q_offset), (c.k, c.k_offset), (c.v, c.v_offset), (c.decay, c.decay_offset))
+        inputs = ", ".join(place(*each) for each in (*places, (c.gain, c.gain_offset)))
+        sizes = f"{c.heads}, {c.key_heads}, {c.key_dim}, {c.value_dim}, {boolean(c.by_key)}, {boolean(c.delta)}"
+        rates = f"{self.weight(c.rates)}, {boolean(c.rates_by_key)}"
+        return [
+            f"const RecurrenceArgs r{index}{{{inputs}, {ident(c.out)},",
+            f"    {sizes}, {rates}, {c.state}}};",
+            f"recurrence_step(r{index}, states, s.w);",
+        ]
 
     def _logits(self, c: Logits, _: int) -> list[str]:
         x = self.program.buffer(c.x)

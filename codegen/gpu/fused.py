@@ -161,8 +161,7 @@ class NormSlots(FusedCall):
 class SortSlots(Call):
     """Sorts the slots of buffer `index`, int32 [tokens, slots], by expert, into scratch memory.
 
-    With `gemv`, GEMMs of experts need no order for few tokens. If `every`, the index chooses all experts in their
-    order.
+    With `gemv`, GEMMs of experts need no order for few tokens.
     """
 
     kernel: ClassVar[str] = "sort_slots"
@@ -172,7 +171,6 @@ class SortSlots(Call):
     experts: int
     slots: int
     gemv: bool
-    every: bool = False
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,11 @@ class Maybe:
 _COUNT = Whole(1, (1 << 31) - 1)
 _KV: Shape = {
     "format": str,
-    "layers": _COUNT,
-    "page_bytes": _COUNT,
+    "layers": Whole(),
+    "page_bytes": Whole(),
     "page_tokens": _COUNT,
     "ring_tokens": Maybe(Whole(0, 1 << 20)),
+    "slot_bytes": Maybe(Whole()),
 }
 
 SHAPE: Shape = {
@@ -52,7 +53,6 @@ SHAPE: Shape = {
         "name": str,
         "vocab_size": _COUNT,
         "max_position": _COUNT,
-        "stated_position": Maybe(_COUNT),
         "parameters": int,
         "bos_token_id": Maybe(int),
         "eos_token_ids": [int],

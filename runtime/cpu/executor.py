@@ -109,6 +109,8 @@ class QcBatch(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("argmax", ctypes.c_void_p),
         ("draws", ctypes.c_void_p),
+        ("state_slots", ctypes.c_void_p),
+        ("certain", ctypes.c_void_p),
     ]
 
 
@@ -123,6 +125,8 @@ class QcConfig(ctypes.Structure):
         ("max_tokens", ctypes.c_int32),
         ("max_outputs", ctypes.c_int32),
         ("team", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("state_slots", ctypes.c_int64),
     ]
 
 
@@ -149,9 +153,10 @@ def bind(library: Any) -> None:
 class Executor:
     """An opened model. `step` and `decode` block until the library is done. Not safe for two threads.
 
-    `library` has the functions of the C interface, `pointers` is a ctypes array of weight addresses, and `kv` holds
-    `kv_pages` pages. A draft path uses the threads of the path that it drafts for, `leader`, and must be closed before
-    it. Raises ResourceError if threads or memory are short.
+    `library` has the functions of the C interface, `pointers` is a ctypes array of weight addresses, `kv` holds
+    `kv_pages` pages, and `states` the slots of recurrent states, if the model has any. A draft path uses the threads of
+    the path that it drafts for, `leader`, and must be closed before it. Raises ResourceError if threads or memory are
+    short.
     """
 
     draws, overlaps = True, False
@@ -165,18 +170,23 @@ class Executor:
         threads: int,
         limits: Limits,
         leader: Executor | None = None,
+        states: Arena | None = None,
     ) -> None:
         self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
-        self._keep: tuple[object, ...] = (pointers, kv)
+        self._keep: tuple[object, ...] = (pointers, kv, states)
         self._given: list[int] = []  # by what `start` ran last
         self.description: dict[str, Any] = json.loads(library.qc_describe())
         if self.description.get("abi") != CPU_ABI:
             raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {CPU_ABI}")
         self._check(len(pointers), kv)
+        slot_bytes = self.description.get("slot_bytes", 0)
+        self.state_slots = states.size // slot_bytes if states and slot_bytes else 0
+        """Slots of recurrent states; 0 if the model has no states."""
         self._allocate()  # first, so that if it fails there is nothing to close
         team = leader.library.qc_team(leader.handle) if leader else None
         config = QcConfig(
-            ctypes.addressof(pointers), kv.address, kv_pages, threads, limits.max_tokens, limits.max_tokens, team
+            *(ctypes.addressof(pointers), kv.address, kv_pages, threads, limits.max_tokens, limits.max_tokens, team),
+            *(states.address if states else None, self.state_slots),
         )
         self.handle: int | None = library.qc_open(ctypes.byref(config))
         if not self.handle:
@@ -204,6 +214,8 @@ class Executor:
         self._query_start: Any = (ctypes.c_int32 * (rows + 1))()
         self._block_table: Any = (ctypes.c_int32 * table)()
         self._output_rows: Any = (ctypes.c_int32 * rows)()
+        self._slots: Any = (ctypes.c_int32 * rows)()
+        self._certain: Any = (ctypes.c_int32 * rows)()
         self._argmax = (ctypes.c_int32 * rows)()
         self._decoded = (ctypes.c_int32 * rows)()
         self._logits: FloatArray = np.empty(
@@ -216,6 +228,8 @@ class Executor:
             block_table=ctypes.addressof(self._block_table),
             output_rows=ctypes.addressof(self._output_rows),
             argmax=ctypes.addressof(self._argmax),
+            state_slots=ctypes.addressof(self._slots),
+            certain=ctypes.addressof(self._certain),
         )
         self._logits_address = self._logits.ctypes.data
         self._reference = ctypes.byref(self._batch)
@@ -238,6 +252,7 @@ class Executor:
                 outputs += rows.outputs
             at = end
             self._query_start[index + 1] = at
+            self._slots[index], self._certain[index] = rows.slot, rows.certain
         batch, self._draws = self._batch, draws_array(draws)
         batch.draws = ctypes.addressof(self._draws) if self._draws else None
         batch.tokens, batch.sequences, batch.outputs, batch.block_stride = at, len(sequences), outputs, stride

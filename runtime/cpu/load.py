@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.runtime.cpu.executor import Executor, bind
@@ -41,25 +41,58 @@ def open_cpu(
     page_bytes = kv["page_bytes"] + sum(
         level["kv"]["page_bytes"] for level in levels if level.get("kv") and not level.get("tokenizer")
     )
+    slot_bytes = _slot_bytes(kv) + sum(_slot_bytes(level["kv"]) for level in levels if level.get("kv"))
+    _check_states(slot_bytes, max_batch)
     pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes)
     bind(artifact.library)
-    arena = Arena(pages * kv["page_bytes"])
+    arena, states = Arena(pages * kv["page_bytes"]), _states(kv, max_batch)
     with ExitStack() as undo:
-        executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits)
+        executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits, states=states)
         undo.callback(executor.close)
         drafter: Drafter | None = None
         if levels and levels[0].get("tokenizer"):
             drafter = _open_reencoder(artifact, levels[0], executor, tokenizer, max_batch, undo)
         elif levels:
-            drafter = _open_levels(artifact, levels, executor, arena, undo)
+            drafter = _open_levels(artifact, levels, executor, _Caches(arena, states, max_batch), undo)
         undo.pop_all()
     return executor, drafter
 
 
+class _Caches(NamedTuple):
+    """The target's KV cache and states, and the requests that run at once."""
+
+    kv: Arena
+    states: Arena | None
+    max_batch: int
+
+
+def _slot_bytes(kv: dict[str, Any]) -> int:
+    """Bytes of a sequence's recurrent states, of a path whose cache the manifest describes by `kv`."""
+    return int(kv.get("slot_bytes") or 0)
+
+
+def _states(kv: dict[str, Any], max_batch: int) -> Arena | None:
+    """Memory of the recurrent states of `max_batch` requests; None if the path has none."""
+    return Arena(max_batch * _slot_bytes(kv)) if _slot_bytes(kv) else None
+
+
+def _check_states(slot_bytes: int, max_batch: int) -> None:
+    """Raise ResourceError unless the states of `max_batch` requests fit into memory, with `slot_bytes` over all paths.
+
+    Slots take memory when they are first used.
+    """
+    free = available_memory()
+    if slot_bytes * max_batch > free:
+        raise ResourceError(
+            f"the recurrent states of {max_batch} requests take {slot_bytes * max_batch:,} bytes, {free:,} are "
+            f"available; load with a max_batch of {max(free // slot_bytes, 1)} or less"
+        )
+
+
 def _open_levels(
-    artifact: LoadedArtifact, levels: list[dict[str, Any]], target: Executor, cache: Arena, undo: ExitStack
+    artifact: LoadedArtifact, levels: list[dict[str, Any]], target: Executor, caches: _Caches, undo: ExitStack
 ) -> Speculator:
-    """Open the draft paths with the target's threads, page numbers and, where they share it, its cache.
+    """Open the draft paths with the target's threads, page and slot numbers and, where they share them, its `caches`.
 
     `undo` closes them.
     """
@@ -70,9 +103,10 @@ def _open_levels(
             continue
         bind(draft.library)
         own, pages = level.get("kv"), target.kv_pages
-        arena = Arena(pages * own["page_bytes"]) if own else cache
+        arena = Arena(pages * own["page_bytes"]) if own else caches.kv
+        states = _states(own, caches.max_batch) if own else caches.states
         limits = target.limits._replace(max_position=level["max_position"])
-        executor = Executor(draft.library, draft.pointers, arena, pages, target.threads, limits, target)
+        executor = Executor(draft.library, draft.pointers, arena, pages, target.threads, limits, target, states)
         undo.callback(executor.close)
         opened.append(DraftStage(executor, level["gamma"], own is None, threshold=level["threshold"]))
     return LibrarySpeculator(target, opened)
@@ -108,6 +142,8 @@ def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int
     if wanted_bytes is not None:
         return requested_pages(wanted_bytes, page_bytes)
     full = max_batch * limits.pages_for(limits.max_position)
+    if not page_bytes:  # no attention: pages only count positions
+        return full
     pages = min(full, available_memory() // _KV_SHARE // page_bytes)
     if pages < 1:
         raise ResourceError(f"no memory for one KV page of {page_bytes:,} bytes")

@@ -14,7 +14,7 @@ from qcompile.runtime.speculation.stages import DraftStage, Speculator, StageRes
 
 _ARRAYS = (
     *("tokens", "first", "length", "limit", "gamma", "draws", "computed", "block_table"),
-    *("rounds_done", "drafted", "accepted", "seconds"),
+    *("rounds_done", "drafted", "accepted", "seconds", "state_slots"),
 )
 """The arrays of `qc_speculation`, in its order."""
 
@@ -93,6 +93,7 @@ class LibrarySpeculator(Speculator):
         _, columns, pages = memory.sizes
         memory.first[:count], memory.length[:count] = first, before
         memory.limit[:count], memory.gamma[:count] = limits, list(gammas)
+        memory.slots[:count] = [request.sequence.slot for request in requests]
         memory.computed[: count * len(computed)] = [place for stage in computed for place in stage]
         for index, request in enumerate(requests):
             row = index * columns
@@ -132,7 +133,7 @@ class _Memory:
             return (ctypes.c_int32 * count)()
 
         self.tokens, self.pages = numbers(sequences * columns), numbers(sequences * pages)
-        self.first, self.length, self.limit, self.gamma = (numbers(sequences) for _ in range(4))
+        self.first, self.length, self.limit, self.gamma, self.slots = (numbers(sequences) for _ in range(5))
         self.computed = numbers(levels * sequences)
         counts = sequences * (1 + 2 * MOST_DRAFTS)
         self._results: Any = (ctypes.c_char * (4 * counts + 8 * levels))()
@@ -144,7 +145,7 @@ class _Memory:
         at += 4 * sequences * MOST_DRAFTS
         self.accepted = (ctypes.c_int32 * (sequences * MOST_DRAFTS)).from_buffer(self._results, at)
         arrays = (self.tokens, self.first, self.length, self.limit, self.gamma, self.computed, self.pages)
-        results = (self.rounds_done, self.drafted, self.accepted, self.seconds)
+        results = (self.rounds_done, self.drafted, self.accepted, self.seconds, self.slots)
         self.call = _Speculation(levels=levels, stride=columns, block_stride=pages)
         names = [name for name in _ARRAYS if name != "draws"]  # set by each call
         for name, array in zip(names, arrays + results, strict=True):

@@ -100,8 +100,10 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting or self._unpublished)
 
     def check(self) -> None:
-        """Raise RuntimeError if a page is lost or its number of holders is wrong."""
-        self.pool.check(*(request.sequence.pages for request in self.scheduler.running))
+        """Raise RuntimeError if a page or a slot is lost, or its number of holders is wrong."""
+        running = [request.sequence for request in self.scheduler.running]
+        self.pool.check(*(sequence.pages for sequence in running))
+        self.scheduler.slots.check(sequence.slot for sequence in running)
 
     def step(self) -> list[Request]:
         """Run one step. Returns the requests that gained tokens; finished ones have their finish_reason set.
@@ -141,7 +143,8 @@ class Engine:
     def rewind(self, request: Request, length: int) -> None:
         """Forget the tokens of a decoding request past the first `length`, so that measurements may repeat steps.
 
-        The cache keeps the positions before. A hierarchical cache cannot rewind, nor may a step be pending.
+        The cache keeps the positions before. A hierarchical cache cannot rewind, nor may a step be pending. Recurrent
+        states cannot rewind either: the steps that follow take as long, but their tokens are others.
         """
         sequence, output = request.sequence, request.output
         del sequence.tokens[length:], output.token_ids[length - request.spec.prompt_length :]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qcompile.runtime.request import Request
-from qcompile.runtime.step import Rows
+from qcompile.runtime.step import EVERYTHING, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,5 +42,6 @@ class StepPlan:
             if drafts and drafts[index]:
                 tokens += drafts[index]
                 outputs += len(drafts[index])
-            rows.append(Rows(tokens, start, sequence.pages, outputs, known))
+            certain = end if drafts and drafts[index] else EVERYTHING
+            rows.append(Rows(tokens, start, sequence.pages, outputs, known, sequence.slot, certain))
         return rows

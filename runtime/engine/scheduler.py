@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.plan import StepPlan
 from qcompile.runtime.engine.prefixes import CachedPage, CachedText, cached_positions
+from qcompile.runtime.engine.slots import NO_SLOT, SlotPool
 from qcompile.runtime.request import Request
 
 
@@ -23,6 +24,8 @@ class Scheduler:
 
     def __init__(self, pool: BlockPool, max_tokens: int, max_batch: int, draws: bool = False) -> None:
         self.pool, self.max_tokens, self.max_batch = pool, max_tokens, max_batch
+        self.slots = SlotPool(max_batch)
+        """The slots of recurrent states."""
         self.draws = draws
         """Whether the executor samples the tokens of requests with a temperature."""
         self.waiting: deque[Request] = deque()
@@ -134,7 +137,7 @@ class Scheduler:
 
         `computing` are the requests that have more than one token to compute.
         """
-        if len(self.running) >= self.max_batch:
+        if len(self.running) >= self.max_batch or not self.slots.free:
             return False
         if self.pool.texts is not None:
             return self._admit_after_text(request, self.pool.texts)
@@ -177,6 +180,7 @@ class Scheduler:
         request = self.waiting.popleft()
         sequence = request.sequence
         sequence.pages, sequence.computed, request.drafts.cached = pages, computed, list(drafted)
+        sequence.slot = self.slots.take()
         if not request.metrics.first_scheduled_time:  # a preempted request may find pages that it has computed itself
             request.metrics.cached_tokens = computed
         self.running.append(request)
@@ -219,7 +223,8 @@ class Scheduler:
         if self.pool.texts is not None and sequence.pages:
             self._keep_text(request)
         self.pool.give_back(sequence.pages)
-        sequence.cached_page = None
+        self.slots.give_back(sequence.slot)
+        sequence.cached_page, sequence.slot = None, NO_SLOT
 
     def _keep_text(self, request: Request) -> None:
         """Keep the request's text and pages, over a hierarchical cache, for a request that continues the text.

@@ -24,7 +24,7 @@ class _RoundText:
     """A sequence in a call: its tokens from position `first` on.
 
     computed: positions that each stage's cache holds. want: tokens that each stage has yet to append. start: index at
-    which each stage's drafts of the round begin.
+    which each stage's drafts of the round begin. slot: of its recurrent states. settled: positions without drafts.
     """
 
     tokens: array[int]
@@ -34,6 +34,8 @@ class _RoundText:
     computed: list[int]
     want: list[int]
     start: list[int]
+    slot: int
+    settled: int
     rounds: int = 0
     drafted: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
     accepted: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
@@ -66,7 +68,9 @@ class HostSpeculator(Speculator):
             want[stage] = min(gammas[index], room) if stage else room
             held = [column[index] for column in computed]
             tokens = array("i", request.sequence.tokens[first[index] :])
-            texts.append(_RoundText(tokens, first[index], gammas[index], request.sequence.pages, held, want, start))
+            state, settled = request.sequence, len(request.sequence.tokens)
+            places = first[index], gammas[index], state.pages
+            texts.append(_RoundText(tokens, *places, held, want, start, state.slot, settled))
         call = _Call([DraftStage(self.target, 0, True), *self.stages], texts, rounds)
         call.extend(stage)
         results = [
@@ -124,6 +128,8 @@ class _Call:
             for text in self.texts:
                 left, gamma = text.want[k], self.stages[k + 1].gamma if k else text.gamma
                 text.start[k] = len(text.tokens)
+                if k == 0:
+                    text.settled = text.first + len(text.tokens)
                 text.want[k + 1] = 0 if left <= 0 else min(gamma, left - 1)
                 if k == 0 and text.want[1] > 0 and self._propose_by_lookup(text, left - 1):
                     text.want[1] = 0
@@ -136,14 +142,16 @@ class _Call:
                 text.want[k] -= self._accept(k, text, chosen[at : at + outputs])
                 at += outputs
 
+    def _rows_of(self, k: int, text: _RoundText, tokens: list[int], outputs: int) -> Rows:
+        """Rows of stage k. A draft over the target's states leaves their base where it is."""
+        certain = 0 if k and self.stages[k].shares_cache else text.settled
+        return Rows(tokens, text.computed[k], text.pages, outputs, slot=text.slot, certain=certain)
+
     def _step(self, k: int, outputs: list[tuple[_RoundText, int]], logits: bool) -> tuple[list[int], FloatArray | None]:
         """One step of stage k over what its cache lacks. outputs: texts, and how many last rows of each give argmax."""
         executor = self.stages[k].executor
         assert executor
-        rows = [
-            Rows(text.tokens[-text.uncomputed(k) :].tolist(), text.computed[k], text.pages, count)
-            for text, count in outputs
-        ]
+        rows = [self._rows_of(k, text, text.tokens[-text.uncomputed(k) :].tolist(), count) for text, count in outputs]
         started = time.perf_counter()
         result = executor.step(rows, logits)
         self.seconds[k] += time.perf_counter() - started
@@ -155,7 +163,7 @@ class _Call:
         """`steps` greedy tokens of stage k. Its cache must lack only the last token of each text."""
         executor = self.stages[k].executor
         assert executor
-        rows = [Rows([text.tokens[-1]], text.computed[k], text.pages, 1) for text in texts]
+        rows = [self._rows_of(k, text, [text.tokens[-1]], 1) for text in texts]
         started = time.perf_counter()
         tokens = executor.decode(rows, steps)
         self.seconds[k] += time.perf_counter() - started

@@ -63,6 +63,11 @@ class Reencoder:
         self._texts: dict[int, _EncodedText] = {}
         self.max_position = 1 << 30  # unknown in tokens of the target; `_draft` checks the limit in its own tokens
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the draft has recurrent states: never, as builds refuse that."""
+        return False
+
     def most(self, requests: int) -> int:
         """The most tokens that can be drafted for each of `requests` requests."""
         return min(MOST_DRAFTS - 1, self.executor.limits.max_tokens // requests - 2)

@@ -62,6 +62,10 @@ class Drafter(Protocol):
     max_position: int
     """Most positions of a text that it can draft for."""
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a draft has recurrent states."""
+
     def most(self, requests: int) -> int:
         """The most tokens that can be drafted for each of `requests` requests."""
 
@@ -100,6 +104,11 @@ class Speculator:
         self.target, self.stages = target, tuple(stages)
         models = [stage.executor for stage in stages if stage.executor]
         self.max_position = min([executor.limits.max_position for executor in models], default=1 << 30)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a draft has recurrent states."""
+        return any(stage.executor.state_slots for stage in self.stages if stage.executor)
 
     def most(self, requests: int) -> int:
         """The most tokens that can be drafted for each of `requests` requests."""
@@ -176,7 +185,8 @@ class Speculator:
             request, start = requests[index], requests[index].drafts.cached[0]
             tokens = request.sequence.tokens
             pending = tokens[start:] + drafts[index][max(0, start - len(tokens)) :]
-            rows.append(Rows(pending, start, request.sequence.pages, 1))
+            certain = 0 if self.stages[0].shares_cache else len(tokens)
+            rows.append(Rows(pending, start, request.sequence.pages, 1, slot=request.sequence.slot, certain=certain))
             request.drafts.cached[0] += len(pending)
         draws = [
             requests[i].sampler.draws(requests[i].sequence.computed, len(drafts[i]) + 1, drafts[i]).unreported
@@ -265,7 +275,7 @@ class Speculator:
                 for request in behind:
                     sequence, start = request.sequence, request.drafts.cached[index]
                     tokens = sequence.tokens[start : min(sequence.computed, start + room)]
-                    rows += [Rows(tokens, start, sequence.pages, 0)] if tokens else []
+                    rows += [Rows(tokens, start, sequence.pages, 0, slot=sequence.slot)] if tokens else []
                     request.drafts.cached[index] += len(tokens)
                     room -= len(tokens)
                 stage.executor.step(rows, logits=False)

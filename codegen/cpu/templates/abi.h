@@ -1,4 +1,4 @@
-// abi.h: the C interface of a generated library (version 6). Integers are int32 unless stated otherwise.
+// abi.h: the C interface of a generated library (version 7). Integers are int32 unless stated otherwise.
 #pragma once
 #include <stdint.h>
 
@@ -43,6 +43,8 @@ typedef struct {               // one batch of rows for a step
   float* logits;               // [R][vocab] or null; those of rows with penalties have them applied
   int32_t* argmax;             // [R] or null; the lowest index wins ties, -1 where the largest logit is not finite
   const qc_draws* draws;       // [S] or null; argmax of rows is the token that they choose
+  const int32_t* state_slots;  // [S] distinct slots of states, or null if the model has none
+  const int32_t* certain;      // [S] leading positions that are never taken back, or null likewise; see state.h
 } qc_batch;
 
 // The token id that the step after a row with non-finite logits reads. The caller sees argmax == -1 and discards the
@@ -57,6 +59,8 @@ typedef struct {
   int32_t max_tokens;
   int32_t max_outputs;
   void* team;                  // qc_team of another open model whose threads to share; null: start own threads
+  void* states;                // [slot][numbers of a slot] f32, 64-byte aligned; null if the model has none
+  int64_t state_slots;
 } qc_config;
 
 typedef struct {               // one speculation level: a path of the artifact, or prompt lookup in the text so far
@@ -91,6 +95,7 @@ typedef struct {               // rounds of drafting and verifying for S sequenc
   int32_t* drafted;            // [S][qc_most_drafts] += drafts by index within the round
   int32_t* accepted;           // [S][qc_most_drafts] += accepted drafts, by the same index
   double* seconds;             // [levels] += time spent in the level's steps
+  const int32_t* state_slots;  // [S] as in qc_batch, the same in all levels
 } qc_speculation;
 
 QC_API const char* qc_describe(void);             // JSON: abi, isa, dimensions, call names in order

@@ -58,12 +58,15 @@ QC_API void qc_close(void* model) {
 QC_API void* qc_open(const qc_config* c) {
   if (!c || c->threads < 1 || c->max_tokens < 1 || c->max_outputs < 0 || c->kv_pages < 1 || !c->kv || !c->weights)
     return nullptr;
+  if (kSlotNumbers && (!c->states || c->state_slots < 1)) return nullptr;
   void* p = nullptr;
   if (posix_memalign(&p, 64, sizeof(Model))) return nullptr;
   Model& m = *(Model*)memset(p, 0, sizeof(Model));
   m.weights = c->weights;
   m.kv = (char*)c->kv;
   m.kv_pages = c->kv_pages;
+  m.states = (float*)c->states;
+  m.state_slots = c->state_slots;
   m.rows[kTokens] = c->max_tokens;
   m.rows[kOutputs] = c->max_outputs;
   for (int kind = 0; kind < 2; ++kind) m.capacity[kind] = (m.rows[kind] + 63) / 64 * 64;
@@ -104,6 +107,22 @@ static bool valid_draws(const qc_draws& d) {
   return d.room < 1 || (d.recent && d.listed >= 0 && (d.listed == 0 || (d.seen && d.counts)));
 }
 
+// Whether the slots of a batch are distinct slots of the model, and the rows that may be taken back fit into a log.
+static bool valid_states(const Model& m, const qc_batch& b) {
+  if (!kSlotNumbers) return true;
+  if (!b.state_slots || !b.certain) return false;
+  for (int s = 0; s < b.sequences; ++s) {
+    if (b.state_slots[s] < 0 || b.state_slots[s] >= m.state_slots) return false;
+    for (int other = 0; other < s; ++other)
+      if (b.state_slots[other] == b.state_slots[s]) return false;
+    const int begin = b.query_start[s], end = b.query_start[s + 1];
+    if (begin == end) continue;
+    const int start = b.positions[begin], kept = b.certain[s] > start ? b.certain[s] : start;
+    if (start + (end - begin) - kept > kLoggedRows) return false;
+  }
+  return true;
+}
+
 // Whether `steps` steps starting from batch b stay within the limits the model was opened with.
 static bool valid(const Model& m, const qc_batch* batch, int steps) {
   if (!batch) return false;
@@ -120,7 +139,7 @@ static bool valid(const Model& m, const qc_batch* batch, int steps) {
     if (!valid_sequence(m, b, s, steps)) return false;
     if (b.draws && !valid_draws(b.draws[s])) return false;
   }
-  return true;
+  return valid_states(m, b);
 }
 
 // For this thread's share of the rows: replaces the argmax by the token that biases, penalties or a temperature choose,

@@ -18,6 +18,8 @@ struct Model {
   const void* const* weights;
   char* kv;
   int64_t kv_pages;
+  float* states;                   // [state_slots][kSlotNumbers]
+  int64_t state_slots;
   int rows[2], capacity[2];        // by RowKind: maximum rows, and these rounded up to 64 for alignment
   char* arena[2];
   float* rope;                     // tables of cos and sin, [capacity][kRopeFloats]

@@ -14,6 +14,7 @@ struct Speculator {
   int32_t *ids, *positions, *rows, *argmax;  // [max_rows] of the running step
   int32_t *query_start, *tables, *outs;      // [S + 1], [S][block_stride], [S] output rows per sequence in the step
   int32_t *want, *draft_start;               // [levels][S] tokens still wanted; where the round's drafts begin
+  int32_t *slots, *certain, *settled;        // [S] of the running step; [S] positions of the text without drafts
   float* logits;                             // [S][vocab], for thresholds
   qc_draws* draws;                           // [S] of the running step
 
@@ -42,13 +43,16 @@ struct Speculator {
       for (int i = tokens - outs[s]; i < tokens; ++i) rows[outputs++] = i;
       memcpy(tables + (int64_t)n * q.block_stride, q.block_table + (int64_t)s * q.block_stride,
              (size_t)q.block_stride * sizeof(int32_t));
+      if (q.state_slots) slots[n] = q.state_slots[s];
+      certain[n] = k && !level.cache ? 0 : settled[s];  // a level over the target's states leaves their base alone
       if (q.draws) draws[n] = q.draws[s];
       if (q.draws && k > 0) draws[n].reported = 0;  // only the target's rows tell what is appended
       query_start[++n] = tokens;
       computed(k, s) = q.first[s] + end;
     }
     const qc_batch batch = {tokens, n, outputs, q.block_stride, ids, positions, query_start, tables, rows,
-                            need_logits ? logits : nullptr, argmax, q.draws ? draws : nullptr};
+                            need_logits ? logits : nullptr, argmax, q.draws ? draws : nullptr,
+                            q.state_slots ? slots : nullptr, certain};
     const double start = now_seconds();
     const bool done = level.step(level.model, &batch) == 0;
     q.seconds[k] += now_seconds() - start;
@@ -87,6 +91,7 @@ struct Speculator {
       for (int s = 0; s < n; ++s) {
         const int gamma = k ? q.level[k + 1].gamma : q.gamma[s];
         start[s] = q.length[s];
+        if (k == 0) settled[s] = q.first[s] + q.length[s];
         below[s] = left[s] <= 0 ? 0 : gamma < left[s] ? gamma : left[s] - 1;
         if (shortcut && below[s] > 0 && propose_by_lookup(s, left[s] - 1)) below[s] = 0;
       }
@@ -186,6 +191,7 @@ struct Speculator {
     ids = take(most), positions = take(most), rows = take(most), argmax = take(most);
     query_start = take(n + 1), tables = take(n * (size_t)q.block_stride), outs = take(n);
     want = take(levels * n), draft_start = take(levels * n);
+    slots = take(n), certain = take(n), settled = take(n);
     logits = (float*)take(n * vocab);
     draws = (qc_draws*)take(n * sizeof(qc_draws) / 4);
     return at;
@@ -202,6 +208,7 @@ QC_API int qc_speculate(const qc_speculation* q) {
   for (int s = 0; s < q->sequences; ++s) {
     const int room = q->limit[s] - q->length[s];
     speculator.want[level * q->sequences + s] = level && q->gamma[s] < room ? q->gamma[s] : room;
+    speculator.settled[s] = q->first[s] + q->length[s];
   }
   const bool done = speculator.extend(level);
   free(memory);

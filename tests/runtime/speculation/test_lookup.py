@@ -51,6 +51,6 @@ def test_where_a_model_could_draft_more_must_recur(level: int, recurring: int, d
     end = [5, 6, 7, 8][:recurring]
     tokens = array("i", [1, *end, 9, *end])
     want = [0] * level + [2]
-    text = _RoundText(tokens, 0, 4, [], [0] * (level + 1), want, [0] * (level + 1))
+    text = _RoundText(tokens, 0, 4, [], [0] * (level + 1), want, [0] * (level + 1), 0, len(tokens))
     _Call(levels, [text], 1).extend(level)
     assert tokens.tolist() == [1, *end, 9, *end, *drafts]

@@ -1,0 +1,338 @@
+"""Kernels of recurrent states against the operators in float64, and bitwise for any division of rows."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from qcompile import ops
+from qcompile.formats.states import LOG_TOKENS, ConvState, LayerState, RecurrenceState
+from qcompile.targets import cpu_flags
+from tests.conftest import MadeOnce
+from tests.support.harness import ISAS, compile_harness
+
+TOKENS, SLOTS, OFFSET = 60, 3, 32
+"""Rows of a text, slots, and where the layer's part of a slot begins."""
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Sizes of a recurrence, as in RecurrenceState. rates: "", "heads" or "keys"."""
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    by_key: bool = False
+    rates: str = "heads"
+    gain: bool = True
+    delta: bool = True
+
+    @property
+    def layer(self) -> RecurrenceState:
+        return RecurrenceState(self.heads, self.key_heads, self.key_dim, self.value_dim, self.by_key)
+
+
+@dataclass(frozen=True)
+class Conv:
+    """Sizes of a convolution."""
+
+    features: int
+    width: int
+    bias: bool = True
+
+    @property
+    def layer(self) -> ConvState:
+        return ConvState(self.features, self.width)
+
+
+CASES: dict[str, Recurrence | Conv] = {
+    "conv": Conv(48, 4),
+    "odd conv": Conv(37, 3, False),
+    "wide conv": Conv(5, 9),
+    "one tap": Conv(16, 1),
+    "delta": Recurrence(4, 2, 16, 32),
+    "tiles": Recurrence(2, 1, 24, 144, rates="keys"),
+    "by key": Recurrence(3, 3, 20, 16, by_key=True, rates=""),
+    "by key, with rates": Recurrence(2, 2, 18, 48, by_key=True, rates="keys"),
+    "odd": Recurrence(3, 3, 5, 7, gain=False),
+    "wide and odd": Recurrence(2, 1, 9, 83),
+    "state space": Recurrence(6, 2, 16, 64, delta=False),
+    "lightning": Recurrence(2, 2, 32, 32, rates="", gain=False, delta=False),
+    "selective scan": Recurrence(40, 1, 16, 1, rates="keys", delta=False),
+    "scan with delta": Recurrence(20, 5, 3, 1, by_key=True, rates="keys"),
+    "gated units": Recurrence(24, 24, 1, 1, delta=False),
+}
+
+
+@pytest.fixture(scope="session")
+def library(made_once: MadeOnce) -> Callable[[str], ctypes.CDLL]:
+    """Compiles the harness for an instruction set; skips the test if the compiler is missing or the CPU lacks it."""
+
+    @cache
+    def build(isa: str) -> ctypes.CDLL:
+        if shutil.which("g++") is None or not ISAS[isa][1] <= cpu_flags():
+            pytest.skip(f"no compiler, or this CPU lacks {sorted(ISAS[isa][1] - cpu_flags())}")
+        source = "state_harness.cpp"
+        return ctypes.CDLL(str(made_once(f"state-{isa}.so", lambda path: compile_harness(isa, path, source))))
+
+    return build
+
+
+class Batch(ctypes.Structure):
+    _fields_ = [
+        ("sequences", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("positions", "query_start", "slots", "certain", "states")),
+        ("slot_numbers", ctypes.c_int64),
+    ]
+
+
+class Part(NamedTuple):
+    """Rows start .. end of the text `text`, in slot `slot`; `wrong` ones are drafts that will be taken back."""
+
+    text: int
+    start: int
+    end: int
+    certain: int = 1 << 30
+    wrong: bool = False
+
+
+@dataclass
+class Machine:
+    """Texts of random inputs, and the slots after the parts that have run."""
+
+    library: ctypes.CDLL
+    case: Recurrence | Conv
+    threads: int = 1
+    states: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        numbers = OFFSET + self.case.layer.size
+        raw = np.full(SLOTS * numbers + 16, np.nan, np.float32)
+        start = -raw.ctypes.data % 64 // 4
+        self.states = raw[start : start + SLOTS * numbers].reshape(SLOTS, numbers)
+
+    def inputs(self, parts: Sequence[Part]) -> list[np.ndarray]:
+        """The rows of each input, with columns before and after that the kernel must not read."""
+        return [
+            np.concatenate(
+                [inputs_of(self.case, part.text + 10 * part.wrong)[i][part.start : part.end] for part in parts]
+            )
+            for i in range(len(inputs_of(self.case, 0)))
+        ]
+
+    def run(self, *parts: Part) -> np.ndarray:
+        """The results of a step."""
+        lengths = [part.end - part.start for part in parts]
+        arrays = {
+            "positions": np.concatenate([np.arange(part.start, part.end) for part in parts]),
+            "query_start": np.cumsum([0, *lengths]),
+            "slots": np.array([SLOTS - 1 - part.text for part in parts]),
+            "certain": np.array([part.certain for part in parts]),
+        }
+        arrays = {name: array.astype(np.int32) for name, array in arrays.items()}
+        pointers = [array.ctypes.data for array in arrays.values()]
+        batch = Batch(len(parts), *pointers, self.states.ctypes.data, self.states.shape[1])
+        run = run_conv if isinstance(self.case, Conv) else run_recurrence
+        out = run(self, batch, self.inputs(parts))
+        width = self.case.features if isinstance(self.case, Conv) else self.case.heads * self.case.value_dim
+        assert not out[:, width:].any()
+        return out[:, :width]
+
+
+def run_conv(machine: Machine, batch: Batch, inputs: list[np.ndarray]) -> np.ndarray:
+    case, (x,) = machine.case, inputs
+    assert isinstance(case, Conv)
+    weight, bias = weights_of(case)
+    padded = np.ascontiguousarray(np.pad(weight.T, ((0, 0), (0, -case.features % 16))))
+    out = np.full((len(x), -(-case.features // 32) * 32), np.nan, np.float32)
+    machine.library.harness_conv(
+        *(ctypes.byref(batch), pointer(x, 3), x.shape[1], pointer(out), case.features, case.width, pointer(padded)),
+        *(pointer(bias) if case.bias else None, ctypes.c_int64(OFFSET), machine.threads),
+    )
+    return out
+
+
+def run_recurrence(machine: Machine, batch: Batch, inputs: list[np.ndarray]) -> np.ndarray:
+    case = machine.case
+    assert isinstance(case, Recurrence)
+    given = [pointer(each, 3) for each in inputs]
+    if not case.gain:
+        given[4] = ctypes.c_void_p(None)
+    rates = weights_of(case)[0]
+    if case.rates == "keys" and case.value_dim == 1:
+        rates = np.pad(rates.T, ((0, 0), (0, -case.heads % 16)))
+    rates = np.ascontiguousarray(rates, np.float32)
+    out = np.full((len(inputs[0]), -(-case.heads * case.value_dim // 32) * 32), np.nan, np.float32)
+    machine.library.harness_recurrence(
+        *(ctypes.byref(batch), (ctypes.c_void_p * 5)(*given), (ctypes.c_int * 5)(*(x.shape[1] for x in inputs))),
+        *(pointer(out), case.heads, case.key_heads, case.key_dim, case.value_dim, int(case.by_key), int(case.delta)),
+        *(pointer(rates) if case.rates else None, int(case.rates == "keys"), ctypes.c_int64(OFFSET), machine.threads),
+    )
+    return out
+
+
+def pointer(array: np.ndarray, column: int = 0) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data + 4 * column)
+
+
+@cache
+def inputs_of(case: Recurrence | Conv, text: int) -> list[np.ndarray]:
+    """Inputs [TOKENS, 3 + features + 1] of a text; the columns around the features are NaN."""
+    drawn = np.random.default_rng(text)
+    if isinstance(case, Conv):
+        values = [drawn.normal(size=(TOKENS, case.features))]
+    else:
+        keys = case.key_heads * case.key_dim
+        q, k = (drawn.normal(size=(TOKENS, keys)) / case.key_dim**0.5 for _ in range(2))
+        sign = 1 if case.rates else -1  # times negative rates: states fade
+        decay = sign * drawn.random((TOKENS, case.layer.decays))
+        values = [
+            q,
+            k,
+            drawn.normal(size=(TOKENS, case.heads * case.value_dim)),
+            decay,
+            drawn.random((TOKENS, case.heads)),
+        ]
+    return [np.pad(value, ((0, 0), (3, 1)), constant_values=np.nan).astype(np.float32) for value in values]
+
+
+@cache
+def weights_of(case: Recurrence | Conv) -> list[np.ndarray]:
+    """Weight and bias of a convolution, or rates."""
+    drawn = np.random.default_rng(99)
+    if isinstance(case, Conv):
+        return [drawn.normal(size=size).astype(np.float32) for size in ((case.features, case.width), (case.features,))]
+    shape = (case.heads, case.key_dim) if case.rates == "keys" else (case.heads,)
+    return [-drawn.random(shape).astype(np.float32)]
+
+
+def reference(case: Recurrence | Conv, text: int) -> np.ndarray:
+    """The operator over a whole text in float64."""
+    values = [torch.from_numpy(x[:, 3:-1]).double()[None] for x in inputs_of(case, text)]
+    weights = [torch.from_numpy(w).double() for w in weights_of(case)]
+    if isinstance(case, Conv):
+        y: Any = ops.causal_conv(*values, weights[0], weights[1] if case.bias else None)
+    else:
+        q, k, v, decay, gain = values
+        q, k, v = (x.unflatten(-1, (n, -1)) for x, n in ((q, case.key_heads), (k, case.key_heads), (v, case.heads)))
+        decay = decay.unflatten(-1, (case.heads, -1)) if case.by_key else decay
+        rates = weights[0] if case.rates else None
+        y = ops.linear_recurrence(q, k, v, decay, rates, gain if case.gain else None, case.delta).flatten(2)
+    result: np.ndarray = y[0].numpy()
+    return result
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512"])
+def machine(library: Callable[[str], ctypes.CDLL], request: pytest.FixtureRequest) -> Callable[..., Machine]:
+    """Makes machines of one instruction set."""
+    return lambda case, threads=1: Machine(library(request.param), CASES[case], threads)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_operator(machine: Callable[..., Machine], case: str) -> None:
+    # float32: sums of up to 144 products of size 1, fed back for 60 tokens, and e^x to 1.2e-7
+    np.testing.assert_allclose(machine(case).run(Part(0, 0, TOKENS)), reference(CASES[case], 0), atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_do_not_depend_on_the_division_into_steps(machine: Callable[..., Machine], case: str) -> None:
+    whole = machine(case).run(Part(0, 0, TOKENS))
+    for cuts in ([1, 2, 3, 50, 51, TOKENS], [*range(1, TOKENS + 1)]):
+        steps = machine(case)
+        parts = [steps.run(Part(0, a, b)) for a, b in zip([0, *cuts], cuts, strict=False)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_batches(machine: Callable[..., Machine], case: str) -> None:
+    """Parts of texts that start again and again, beside others and on any number of threads."""
+    whole = [machine(case).run(Part(text, 0, TOKENS)) for text in range(SLOTS)]
+    drawn, at = np.random.default_rng(2), [0] * SLOTS
+    running = machine(case)
+    for _ in range(60):
+        parts, wanted = [], []
+        running.threads = int(drawn.integers(1, 5))
+        for text in drawn.permutation(SLOTS)[: drawn.integers(1, SLOTS + 1)].tolist():
+            if at[text] >= TOKENS or drawn.random() < 0.05:
+                at[text] = 0
+            end = min(TOKENS, at[text] + int(drawn.integers(1, 20)))
+            parts.append(Part(text, at[text], end))
+            wanted.append(whole[text][at[text] : end])
+            at[text] = end
+        np.testing.assert_array_equal(running.run(*parts), np.concatenate(wanted))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_certain_can_be_taken_back(machine: Callable[..., Machine], case: str) -> None:
+    """Rounds: drafts that leave the base alone, then a step with wrong drafts; then the text goes on."""
+    whole = machine(case).run(Part(0, 0, TOKENS))
+    drawn, running, at = np.random.default_rng(1), machine(case, 2), 4
+    running.run(Part(0, 0, at))
+    most = LOG_TOKENS // 2
+    while at < TOKENS - most:
+        drafts = int(drawn.integers(0, most))
+        kept = min(int(drawn.integers(0, most)), drafts)
+        for place in range(at, at + drafts):
+            running.run(Part(0, place, place + 1, 0, True))
+        # The rows that are kept and those that are not are one step for the engine. Here they come from two texts, and
+        # the base moves with the first.
+        found = running.run(Part(0, at, at + kept + 1, at + 1))
+        np.testing.assert_array_equal(found, whole[at : at + kept + 1])
+        if drafts > kept:
+            running.run(Part(0, at + kept + 1, at + drafts + 1, at + 1, True))
+        at += kept + 1
+    np.testing.assert_array_equal(running.run(Part(0, at, TOKENS)), whole[at:])
+
+
+@pytest.mark.parametrize("case", ["odd conv", "delta", "by key, with rates", "wide and odd", "scan with delta"])
+def test_slots_hold_what_the_operator_of_a_step_holds(machine: Callable[..., Machine], case: str) -> None:
+    """The layout is that of formats/states.py, also where rows are logged."""
+    running, layer = machine(case), CASES[case].layer
+    running.run(Part(1, 0, 12), Part(2, 0, 3))
+    running.run(Part(1, 12, 20, 15))
+    slots = torch.zeros(SLOTS, running.states.shape[1], dtype=torch.float64)
+    for start, end, certain in ((0, 12, 12), (12, 20, 15)):
+        slots = stepped(CASES[case], slots, start, end, certain)
+    held = torch.from_numpy(running.states[SLOTS - 2, OFFSET:]).double()
+    wanted = slots[SLOTS - 2, OFFSET:]
+    written = wanted != 0
+    assert int(written.sum()) > layer_numbers(layer) and bool((held.isnan() | written | (held == 0)).all())
+    torch.testing.assert_close(held[written], wanted[written], atol=2e-5, rtol=1e-4)  # as test_equals_the_operator
+
+
+def layer_numbers(layer: LayerState) -> int:
+    """Numbers that a text of 20 tokens must at least have written."""
+    if isinstance(layer, ConvState):
+        return 19 * layer.features
+    return layer.heads * layer.value_dim * layer.key_dim
+
+
+def stepped(case: Recurrence | Conv, slots: torch.Tensor, start: int, end: int, certain: int) -> torch.Tensor:
+    """The slots after rows start .. end of text 1, by the operator of a step."""
+    values = [torch.from_numpy(x[start:end, 3:-1]).double() for x in inputs_of(case, 1)]
+    weights = [torch.from_numpy(w).double() for w in weights_of(case)]
+    positions, sequence = torch.arange(start, end), torch.zeros(end - start, dtype=torch.int64)
+    place = torch.tensor([SLOTS - 2])
+    if isinstance(case, Conv):
+        bias = weights[1] if case.bias else None
+        after = ops.conv_step(values[0], weights[0], bias, positions, sequence, place, slots, OFFSET)[1]
+    else:
+        q, k, v, decay, gain = values
+        q, k, v = (x.unflatten(-1, (n, -1)) for x, n in ((q, case.key_heads), (k, case.key_heads), (v, case.heads)))
+        decay = decay.unflatten(-1, (case.heads, -1)) if case.by_key else decay
+        final = torch.tensor([certain])
+        after = ops.recurrence_step(
+            *(q, k, v, decay, weights[0] if case.rates else None, gain if case.gain else None),
+            *(positions, sequence, place, final, slots, case.delta, OFFSET),
+        )[1]
+    result: torch.Tensor = after
+    return result
