@@ -267,7 +267,7 @@ class TakeRows(Call):
 class Elementwise(Call):
     """out = kind(x, operand), all f32 [rows, width]; out may be x itself.
 
-    Kinds: those of ops.UNARY (no operand); xielu (`weight`: alpha_p, alpha_n, beta, eps); scale (times `factor`);
+    Kinds: those of ops.UNARY (no operand); those of ops.CURVES (`weight`: the parameters); scale (times `factor`);
     shift (plus `factor`); clamp (to `low`, `high`); mul_row (times the single column of `other`); add and mul (operand
     is the buffer `other`, or the weight vector `weight` [width]). x and other are read from columns `x_offset` and
     `other_offset` on.

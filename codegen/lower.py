@@ -247,8 +247,9 @@ def _unary(low: Lowering, node: fx.Node) -> Call:
     return _elementwise(low, node, ops.operand(node, "kind"), ops.operand(node, "x"))
 
 
-def _xielu(low: Lowering, node: fx.Node) -> Call:
-    return _elementwise(low, node, "xielu", ops.operand(node, "x"), weight=low.vector(ops.operand(node, "curve")))
+def _curve(low: Lowering, node: fx.Node) -> Call:
+    given = ops.operands(node)
+    return _elementwise(low, node, str(ops.name_of(node.target)), given.x, weight=low.vector(given.curve))
 
 
 def _scale(low: Lowering, node: fx.Node) -> Call:
@@ -359,7 +360,7 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "recurrence_step": recurrence_step,
     "take_rows": _take_rows,
     "unary": _unary,
-    "xielu": _xielu,
+    **dict.fromkeys(ops.CURVES, _curve),
     "scale": _scale,
     "add": _binary,
     "mul": _binary,

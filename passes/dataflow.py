@@ -13,10 +13,10 @@ from qcompile import ops
 from qcompile.errors import PassError
 from qcompile.graph import Graph
 
-LINEAR_IN_PLACE = ("add", "scale")
+LINEAR_IN_PLACE = ops.with_trait("rotates")
 """Operators on whole values that commute with an orthogonal change of basis of all their operands."""
 
-ALIKE = (*LINEAR_IN_PLACE, "mul", "unary", "xielu", "rms_norm", "layer_norm")
+ALIKE = ops.with_trait("permutes")
 """Operators whose result numbers its features like their operands, so that they commute with a permutation."""
 
 

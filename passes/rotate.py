@@ -65,7 +65,7 @@ class Rotate(Pass):
                 return False
             return True
 
-        inputs = graph.calls("mul", "unary", "xielu") if self.online else []
+        inputs = graph.calls("mul", "unary", *ops.CURVES) if self.online else []
         streams = dataflow.residual_streams(graph) if self.residual else []
         for number, stream in enumerate(streams):
             if not attempt(self._rotate_stream, stream, number) and self.online:

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qcompile.artifact.abi import CPU_ABI
 from qcompile.codegen.buffers import PAD, Buffer
-from qcompile.codegen.calls import Elementwise, ExpertGemm, Gemm
+from qcompile.codegen.calls import ExpertGemm, Gemm
 from qcompile.codegen.cpu import flow
 from qcompile.codegen.cpu.barriers import Barriers
 from qcompile.codegen.cpu.cpp import f32, ident, rows_kind, string
@@ -73,7 +73,7 @@ def render(program: Program, target: Target) -> str:
             description=_description(program, target),
             kv_format=program.kv.kind.cpu_latent if program.kv.value else program.kv.kind.cpu_name,
             format_headers=_format_headers(program),
-            curved=any(isinstance(c, Elementwise) and c.kind == "xielu" for c in program.calls),
+            call_headers=tuple(statements.headers),
             headers=Headers(_TEMPLATES),
             ident=ident,
             place=lambda buffer: _place(buffer, barriers),

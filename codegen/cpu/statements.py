@@ -34,21 +34,8 @@ from qcompile.codegen.state_calls import MOST_TAPS, ConvStep, RecurrenceStep
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import weight_format
-from qcompile.ops import GATED
+from qcompile.ops import CURVES, GATED, UNARY
 
-_UNARY = {
-    "silu": "kSilu",
-    "gelu": "kGelu",
-    "gelu_tanh": "kGeluTanh",
-    "gelu_quick": "kGeluQuick",
-    "relu": "kRelu",
-    "relu2": "kRelu2",
-    "tanh": "kTanh",
-    "sigmoid": "kSigmoid",
-    "mish": "kMish",
-    "elu": "kElu",
-    "softplus": "kSoftplus",
-}
 _ROLE_TYPES = {"scale": "float", "columns": "int32_t", "starts": "int32_t"}
 """C++ element type of packed weight parts by role; uint8_t for the others."""
 _EPILOGUE = {"store": "kStore", "logits": "kLogits", "add": "kAdd"} | dict.fromkeys(GATED, "kGated")
@@ -65,18 +52,27 @@ class RopeTable:
     scaling: float
 
 
+def unary_kind(kind: str) -> str:
+    """The enumerator in acts.h of a function of ops.UNARY: kGeluTanh for gelu_tanh."""
+    return f"k{kind.title().replace('_', '')}"
+
+
 def rope_stride(rotary_dim: int) -> int:
     """Floats per token of a table of cos and sin."""
     return 2 * round_up(rotary_dim // 2, 8)
 
 
 class Statements:
-    """Writes the statements of calls. `ropes` are the tables of cos and sin that calls written so far read."""
+    """Writes the statements of calls. `ropes` are the tables of cos and sin that calls written so far read.
+
+    `headers` are those that only these calls need, besides the ones that every model includes.
+    """
 
     def __init__(self, program: Program, barriers: Barriers) -> None:
         self.program, self.barriers = program, barriers
         self.index = {name: i for i, name in enumerate(program.weights)}
         self.ropes: dict[tuple[str, int, float], RopeTable] = {}
+        self.headers: dict[str, None] = {}
 
     def of(self, index: int) -> list[str]:
         """The statements of call `index`. UnsupportedError naming the call if it has no kernel."""
@@ -142,10 +138,11 @@ class Statements:
     def _elementwise(self, c: Elementwise, _: int) -> list[str]:
         x = f"{self.mine(c.out)}, {ident(c.x)} + {c.x_offset}, {self.program.buffer(c.x).stride}, "
         x += str(self.program.buffer(c.out).width)
-        if c.kind in _UNARY:
-            return [f"apply<{_UNARY[c.kind]}>({x}, {ident(c.out)});"]
-        if c.kind == "xielu":
-            return [f"xielu({x}, {self.weight(c.weight)}, {ident(c.out)});"]
+        if c.kind in UNARY:
+            return [f"apply<{unary_kind(c.kind)}>({x}, {ident(c.out)});"]
+        if c.kind in CURVES:
+            self.headers[f"{c.kind}.h"] = None
+            return [f"{c.kind}({x}, {self.weight(c.weight)}, {ident(c.out)});"]
         if c.kind in ("scale", "shift"):
             return [f"{c.kind}_by({x}, {f32(c.factor)}, {ident(c.out)});"]
         if c.kind == "clamp":
@@ -175,7 +172,7 @@ class Statements:
             lines.append(f"{var}.bias = {self.weight(c.bias)};")
         lines.append(f"{var}.epilogue = {_EPILOGUE[c.epilogue]};")
         if c.epilogue in GATED:
-            lines.append(f"{var}.act = {_UNARY[GATED[c.epilogue]]};")
+            lines.append(f"{var}.act = {unary_kind(GATED[c.epilogue])};")
         if c.residual is not None:
             residual = self.program.buffer(c.residual)
             lines.append(f"{var}.residual = {ident(c.residual)}, {var}.residual_stride = {residual.stride};")
@@ -220,7 +217,7 @@ class Statements:
             f"{e}.out = {ident(c.out)}, {e}.out_stride = {out.stride}, {e}.gemm.epilogue = {_EPILOGUE[c.epilogue]};",
         ]
         if gated:
-            lines.append(f"{e}.gemm.act = {_UNARY[GATED[c.epilogue]]}, {e}.gemm.offset = {f32(c.offset)};")
+            lines.append(f"{e}.gemm.act = {unary_kind(GATED[c.epilogue])}, {e}.gemm.offset = {f32(c.offset)};")
         if c.limit is not None:
             lines.append(f"{e}.gemm.limit = {f32(c.limit)};")
         for role, name in c.weights.items():

@@ -143,7 +143,7 @@ def _map(context: PlanContext, c: Elementwise) -> tuple[dict[str, Any], Operands
             return {"binary": c.kind, "weight": c.weight is not None}, weight_refs(weight=c.weight)
         fields = {"binary": c.kind, "weight": False, "other_stride": context.buffer(c.other).stride}
         return fields, {"other": context.ref(c.other, column=c.other_offset)}
-    if c.kind not in (*ops.model.UNARY, "xielu"):
+    if c.kind not in (*ops.UNARY, *ops.CURVES):
         raise UnsupportedError(f"there is no GPU kernel {c.kind}")
     return {"unary": c.kind}, weight_refs(curve=c.weight)
 

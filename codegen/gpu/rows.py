@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.errors import UnsupportedError
 from qcompile.formats.rounding import groups_of
-from qcompile.ops import GATE_BLOCK
+from qcompile.ops import CURVES, GATE_BLOCK
 from qcompile.targets import has_pdl
 
 MAX_WIDTH = 1 << 16
@@ -26,12 +26,12 @@ class RowSpec:
     """out[row] = write(norm(map(load(x, row)))) for rows of `width` elements; strides are elements.
 
     load: the row, the row `index[row]` (`indexed`; limited to `last`, if given), or act(gate) * up of 2 `width` bf16
-    columns in alternating blocks of gate and up (`gated` names the activation). map: `unary` (or xielu, with parameters
-    `curve`), clamp to `low` and `high`, plus `offset`, then `binary` (add or mul with the vector `weight` or the buffer
-    `other`, or mul_row with the single column of `other`), then times `factor`. norm: rms or layer, with weight and
-    bias. write: f32, bf16, or q8: int8 codes within +-`top`, one scale per row, and with `sums` the sum of the codes;
-    with `group` one scale per that many columns, codes of the last group within +-`last_top`, and scales of rows
-    `row_scales` apart if rows have room for more scales than they need.
+    columns in alternating blocks of gate and up (`gated` names the activation). map: `unary` (or one of ops.CURVES,
+    with parameters `curve`), clamp to `low` and `high`, plus `offset`, then `binary` (add or mul with the vector
+    `weight` or the buffer `other`, or mul_row with the single column of `other`), then times `factor`. norm: rms or
+    layer, with weight and bias. write: f32, bf16, or q8: int8 codes within +-`top`, one scale per row, and with `sums`
+    the sum of the codes; with `group` one scale per that many columns, codes of the last group within +-`last_top`, and
+    scales of rows `row_scales` apart if rows have room for more scales than they need.
 
     With `blocks` > 1 a row consists of that many blocks of `width`, one program each (whole groups, if any). With
     `amax_parts` all blocks share one scale, from that many partial amax values that earlier kernels stored for the row.
@@ -80,6 +80,11 @@ class RowSpec:
         return f"Rows of {self.width}: {done}, written as {self.out}"
 
     @property
+    def curve(self) -> tuple[str, ...]:
+        """The parameters of `unary`."""
+        return CURVES.get(self.unary, ())
+
+    @property
     def clamped(self) -> bool:
         """Whether values are clamped."""
         return self.low is not None or self.high is not None
@@ -99,7 +104,7 @@ class RowSpec:
         block = max(1 << (self.width - 1).bit_length(), self.group)
         arguments = [Argument("x", _TYPES[self.x]), Argument("out", _TYPES[self.out])]
         arguments += [Argument("index", "*i32")] * self.indexed
-        arguments += [Argument("curve", "*fp32")] * (self.unary == "xielu")
+        arguments += [Argument("curve", "*fp32")] * bool(self.curve)
         arguments += [Argument("weight", "*fp32")] * self.weight + [Argument("bias", "*fp32")] * self.bias
         arguments += [Argument("other", "*fp32")] * (bool(self.binary) and not self.weight)
         arguments += [Argument("amax", "*fp32")] * bool(self.amax_parts)

@@ -15,7 +15,7 @@ from qcompile import ops
 BY_SLOT = ("expert_linear", "scale_slots")
 """Operators with a dimension of slots in their result."""
 
-ELEMENTWISE = ("unary", "xielu", "scale", "clamp", "shift", "mul", "add")
+ELEMENTWISE = ops.with_trait("elementwise")
 """Operators that keep the dimensions of their first operand."""
 
 

@@ -13,14 +13,15 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from qcompile.ops.model import GATE_BLOCK, GATED, NORMS, QUICK, UNARY
-from qcompile.ops.registry import DEFINED, STAGES, allowed, name_of, op, reference
+from qcompile.ops.model import CURVES, GATE_BLOCK, GATED, NORMS, QUICK, UNARY
+from qcompile.ops.registry import DEFINED, STAGES, allowed, name_of, op, reference, with_trait
 from qcompile.ops.schema import arguments, has_operand, named, operand, operands, set_operands
 
 for _module in iter_modules(__path__, f"{__name__}."):
     import_module(_module.name)
 
 __all__ = [
+    "CURVES",
     "DEFINED",
     "GATED",
     "GATE_BLOCK",
@@ -38,6 +39,7 @@ __all__ = [
     "operands",
     "reference",
     "set_operands",
+    "with_trait",
 ]
 
 

@@ -108,13 +108,13 @@ def combine(y: Tensor, factor: Tensor | None) -> Tensor:
 # ---- activations used by experts ----------------------------------------------------------------------
 
 
-@define(like)
+@define(like, traits=("elementwise",))
 def clamp(x: Tensor, low: float | None, high: float | None) -> Tensor:
     """x [...] clamped to low and high; None means unbounded."""
     return torch.clamp(x, low, high)
 
 
-@define(like)
+@define(like, traits=("elementwise",))
 def shift(x: Tensor, offset: float) -> Tensor:
     """x [...] plus a constant."""
     return x + offset

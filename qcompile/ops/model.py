@@ -27,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
-@define(like)
+@define(like, traits=("permutes",))
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., F] over its last dimension: x / sqrt(mean(x²) + eps) * weight, with weight [F] or None.
 
@@ -42,7 +42,7 @@ def _by_head(weight: Tensor, x: Tensor) -> Tensor:
     return weight if weight.shape[0] == x.shape[-1] else weight.view(x.shape[-2:])
 
 
-@define(like)
+@define(like, traits=("permutes",))
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x [..., F] over its last dimension; weight and bias are [F], [H * D] as in rms_norm, or None."""
     if all(w is None or w.shape[0] == x.shape[-1] for w in (weight, bias)):
@@ -76,17 +76,19 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 GATED = {f"{kind}_mul": kind for kind in UNARY}
 """Epilogues of linears that return kind(gate) * up."""
+CURVES = {"xielu": ("alpha_p", "alpha_n", "beta", "eps")}
+"""Operators of x [...] and `curve`, a weight of the parameters named here, that apply one function to each element."""
 GATE_BLOCK = 16
 """Rows of a block where the rows of gate and up alternate in one weight."""
 
 
-@define(like)
+@define(like, traits=("elementwise", "permutes"))
 def unary(x: Tensor, kind: str) -> Tensor:
     """The function `kind`, one of UNARY, of x [...]."""
     return UNARY[kind](x).clone()
 
 
-@define(like)
+@define(like, traits=("elementwise", "permutes"))
 def xielu(x: Tensor, curve: Tensor) -> Tensor:
     """xIELU (Huang and Schlag 2024, arXiv 2411.13010) of x [...]; curve [4] holds alpha_p, alpha_n, beta and eps.
 
@@ -97,19 +99,25 @@ def xielu(x: Tensor, curve: Tensor) -> Tensor:
     return torch.where(x > 0, alpha_p * x * x, below) + beta * x
 
 
-@define(like)
+@define(like, traits=("elementwise", "permutes", "rotates"))
 def scale(x: Tensor, factor: float) -> Tensor:
     """x [...] times a constant."""
     return x * factor
 
 
-@define(lambda a, b: torch.empty(torch.broadcast_shapes(a.shape, b.shape), dtype=a.dtype, device=a.device))
+@define(
+    lambda a, b: torch.empty(torch.broadcast_shapes(a.shape, b.shape), dtype=a.dtype, device=a.device),
+    traits=("elementwise", "permutes", "rotates"),
+)
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a [..., F] + b [..., F]; b may be a weight [F]."""
     return a + b
 
 
-@define(lambda a, b: torch.empty(torch.broadcast_shapes(a.shape, b.shape), dtype=a.dtype, device=a.device))
+@define(
+    lambda a, b: torch.empty(torch.broadcast_shapes(a.shape, b.shape), dtype=a.dtype, device=a.device),
+    traits=("elementwise", "permutes"),
+)
 def mul(a: Tensor, b: Tensor) -> Tensor:
     """a [..., F] * b [..., F]; b may be a weight [F]."""
     return a * b

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,17 +11,24 @@ from torch import Tensor
 STAGES = ("raise", "quantize", "cache")
 """Stages of a graph of qcompile's operators, in order. A graph at stage `import` holds ATen operators instead."""
 
+Trait = Literal["elementwise", "permutes", "rotates"]
+"""What passes may rely on: `elementwise`: an element of the result depends on the elements at its place in the operands
+alone. `permutes`: the result numbers its features like the operands, so that the operator commutes with a permutation.
+`rotates`: it commutes with an orthogonal change of basis of all its operands."""
+
 DEFINED: dict[str, Any] = {}
 _REFERENCES: dict[str, Callable[..., Any]] = {}
 _STAGES: dict[str, tuple[str, ...]] = {}
+_TRAITS: dict[str, tuple[Trait, ...]] = {}
 
 
 def define(
-    fake: Callable[..., Any], *, since: str = "raise", until: str = "cache"
+    fake: Callable[..., Any], *, since: str = "raise", until: str = "cache", traits: tuple[Trait, ...] = ()
 ) -> Callable[[Callable[..., Any]], Any]:
     """Register `reference` as qcompile::<its name>; `fake` computes only shapes and dtypes.
 
-    The operator may appear in graphs from stage `since` to stage `until`, both included.
+    The operator may appear in graphs from stage `since` to stage `until`, both included. `traits` are facts about its
+    result that passes rely on.
     """
     stages = STAGES[STAGES.index(since) : STAGES.index(until) + 1]
 
@@ -32,7 +39,7 @@ def define(
         overload = getattr(torch.ops.qcompile, name).default
         DEFINED[name] = overload
         _REFERENCES[name] = reference
-        _STAGES[name] = stages
+        _STAGES[name], _TRAITS[name] = stages, traits
         return overload
 
     return register
@@ -51,6 +58,11 @@ def reference(name: str) -> Callable[..., Any]:
 def allowed(stage: str) -> frozenset[str]:
     """The operators that a graph at `stage` may contain."""
     return frozenset(name for name, stages in _STAGES.items() if stage in stages)
+
+
+def with_trait(trait: Trait) -> frozenset[str]:
+    """The operators that have a trait."""
+    return frozenset(name for name, traits in _TRAITS.items() if trait in traits)
 
 
 def name_of(target: Any) -> str | None:
