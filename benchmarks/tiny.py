@@ -18,7 +18,7 @@ MOST_LAYERS = 6
 """Layers of a configuration at most: one of each kind that its lists name, and two at least."""
 
 RULES: tuple[tuple[str, int], ...] = (
-    (r"(decoder_|text_)?vocab_size(_per_layer_input)?|n_vocab", VOCABULARY),
+    (r"\w+_group_vocab|(decoder_|text_)?vocab_size(_per_layer_input)?|n_vocab", VOCABULARY),
     (r"hidden_size_per_layer_input|laurel_rank", 16),
     (r"moe_intermediate_size|expert_ffn_hidden_size|expert_intermediate_size", 96),
     (r"(moe_)?shared_expert\w*_intermediate_size|share_expert_dim|shared_intermediate_size", 160),
@@ -81,6 +81,7 @@ EXCEPTIONS: dict[str, Settings] = {
         "ffn_config": {"hidden_size": WIDTH, "ffn_hidden_size": 96, "moe_num_experts": 6, "moe_top_k": 2},
     },
     "dots3_note_text": {"swa_head_dim": HEAD + 16},
+    "deepseek_v2": {"num_experts_per_tok": CHOSEN, "n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1},
     "gemma3n_text": {
         **SHARED_KEYS,

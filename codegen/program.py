@@ -54,7 +54,7 @@ class Program:
             "buffers": [asdict(b) for b in self.buffers],
             "calls": [{"kernel": c.kernel, **asdict(c)} for c in self.calls],
             "weights": list(self.weights),
-            "kv": asdict(self.kv) | {"page_bytes": self.kv.page_bytes},
+            "kv": asdict(self.kv) | {"page_bytes": self.kv.page_bytes, "layer_page_bytes": self.kv.layer_page_bytes},
             "arena_bytes_per_token": self.arena_bytes("tokens"),
             "arena_bytes_per_output": self.arena_bytes("outputs"),
         }

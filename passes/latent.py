@@ -15,7 +15,7 @@ import numpy as np
 from torch import fx
 
 from qcompile import ops
-from qcompile.errors import PassError
+from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.gather import Index, gathered, index_weight, table_of
@@ -27,18 +27,37 @@ above the factor by which scores and sums over latents take more arithmetic than
 
 
 @dataclass(frozen=True)
+class _Limits:
+    """Shapes for which a kind of target has kernels: most shared features, most features of a latent, and a number of
+    which the features of latents, values and what is multiplied into queries are multiples."""
+
+    shared: int
+    rank: int
+    multiple: int
+
+
+LIMITS = {"cpu": _Limits(512, 512, 1), "cuda": _Limits(128, 512, 32)}
+
+
+@dataclass(frozen=True)
 class Latent(Pass):
     """Rewrites an attention whose keys and values are linear in one latent to attention over a single key head.
 
     The key head holds the features that all heads share, and then the latent, which is also the value. The matrices of
     the linears from the latent to keys and values are applied to queries and to attention's results instead, head by
     head (expert_linear with every_expert). Fires where that is proved and makes the cache smaller by LEAST_GAIN. An
-    attention whose values come from a latent but whose keys do not is listed in the notes. `fired` counts attentions.
+    attention whose values come from a latent but whose keys do not is listed in the notes, as is one for whose shape
+    targets of `kind` have no kernels. `fired` counts attentions.
     """
 
     name: ClassVar[str] = "latent"
     requires: ClassVar[tuple[str, ...]] = ("raise",)
     enabled: bool = True
+    kind: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.kind not in LIMITS:
+            raise UsageError(f"latent.kind={self.kind} is unknown; there are {', '.join(LIMITS)}")
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
@@ -52,12 +71,23 @@ class Latent(Pass):
             try:
                 keys = _keys_of_latent(graph, node, values.latent)
                 if _pays(node, values.latent, int(keys.shared.sum())):
+                    self._check_shape(node, values, keys)
                     _Rewrite(graph, node, values, keys).apply(choices)
                     fired += 1
             except PassError as error:
                 notes.append(str(error))
         graph.erase_dead()
         return PassResult(graph, fired, tuple(notes))
+
+    def _check_shape(self, node: fx.Node, values: _Projection, keys: _Keys) -> None:
+        """Raise PassError if there are no kernels for the shape of an attention."""
+        limits, rank = LIMITS[self.kind], values.latent.meta["val"].shape[-1]
+        shared, *parts = int(keys.shared.sum()), rank, values.rows.shape[1], keys.projection.rows.shape[1]
+        if shared > limits.shared or rank > limits.rank or any(part % limits.multiple for part in parts):
+            given = (
+                f"{shared} shared features, a latent of {rank}, values of {parts[1]} and other features of {parts[2]}"
+            )
+            raise _refused(node, f"there are no {self.kind} kernels for {given}")
 
 
 def _refused(node: fx.Node, reason: str) -> PassError:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qcompile import recipes
 from qcompile.errors import UsageError, shown
+from qcompile.formats.kv import kv_format
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass
 from qcompile.passes.cache import Cache
@@ -89,7 +90,7 @@ class Schedule:
         Raises UsageError for an unknown option, and for an option of `speculate` if the recipe makes no draft.
         """
         recipe = recipes.get_recipe(self.recipe)
-        passes = configure(recipe.settings(self.head_dtype), {**_for_target(self.target), **self.options})
+        passes = _configured(recipe.settings(self.head_dtype), self.options, self.target)
         unused = [option for option in self.options if option.startswith(f"{Speculate.name}.")]
         if unused and not recipe.drafts:
             raise UsageError(f"option {unused[0]}: recipe {self.recipe} makes no draft of itself; take one that does")
@@ -106,12 +107,20 @@ class Schedule:
 
 def separate_draft_passes(target: str) -> tuple[Pass, ...]:
     """The passes of a separate draft model for a target: those of its own recipe, whatever the target model's."""
-    return configure(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), _for_target(target))
+    return _configured(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {}, target)
 
 
-def _for_target(target: str) -> dict[str, str]:
-    """Options of passes that depend on the target: only CPUs have kernels for latent attention."""
-    return {"salience.target": target, "latent.enabled": str(get_target(target).kind == "cpu").lower()}
+def _configured(settings: recipes.Settings, options: Mapping[str, str], target: str) -> tuple[Pass, ...]:
+    """`configure` with the options of passes that depend on the target.
+
+    GPUs have no kernels for hierarchical caches of heads as large as latents.
+    """
+    kind = get_target(target).kind
+    passes = configure(settings, {"salience.target": target, "latent.kind": kind, **options})
+    (cache,) = (rewrite for rewrite in passes if isinstance(rewrite, Cache))
+    if kind == "cpu" or not kv_format(cache.format).hierarchical:
+        return passes
+    return tuple(replace(rewrite, enabled=False) if isinstance(rewrite, Latent) else rewrite for rewrite in passes)
 
 
 def _check_extra_pass(rewrite: object) -> None:

@@ -30,7 +30,7 @@ class ModelInfo:
     """Facts about the model that are not in the graph.
 
     `parameters` counts tied weights once. `left_out` has the modules that no text reaches, as a vision tower, and their
-    bytes in the checkpoint.
+    bytes in the checkpoint. `stated_position` is the context that the model states, if `max_position` is less.
     """
 
     name: str
@@ -40,12 +40,14 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     parameters: int
     left_out: Mapping[str, int] = field(default_factory=dict)
+    stated_position: int | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
         """What the manifest records about the model."""
         facts = asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
-        return facts if self.left_out else {key: value for key, value in facts.items() if key != "left_out"}
+        unsaid = [key for key in ("left_out", "stated_position") if not facts[key]]
+        return {key: value for key, value in facts.items() if key not in unsaid}
 
 
 @dataclass

@@ -82,6 +82,7 @@ class BuildReport:
 
     `drafts` maps each draft path to its passes; those of a draft derived from the target start with `speculate`.
     `left_out` has the modules of the checkpoint that no text reaches, such as a vision tower, and their bytes there.
+    `context` is in tokens; `stated_context` is what the model states, if the artifact's is less.
     """
 
     path: Path
@@ -90,6 +91,8 @@ class BuildReport:
     bits_per_weight: float
     drafts: dict[str, tuple[PassRecord, ...]]
     left_out: Mapping[str, int] = field(default_factory=dict)
+    context: int = 0
+    stated_context: int | None = None
 
 
 def build(  # parameters: the public interface, one keyword for each option
@@ -148,8 +151,9 @@ def build(  # parameters: the public interface, one keyword for each option
             path = writer.finish(_manifest(planned, schedule, machine, kernels, weights))
             shutil.rmtree(kept, ignore_errors=True)
     of_drafts = {draft.name: tuple(draft.passes) for draft in planned.drafts}
-    left_out = planned.graphs[-1].info.left_out
-    return BuildReport(path, tuple(planned.passes), clock.seconds, planned.bits_per_weight, of_drafts, left_out)
+    info, bits_per_weight = planned.graphs[-1].info, planned.bits_per_weight
+    found = info.left_out, info.max_position, info.stated_position
+    return BuildReport(path, tuple(planned.passes), clock.seconds, bits_per_weight, of_drafts, *found)
 
 
 def plan(  # parameters: the arguments of `build` that decide what is compiled

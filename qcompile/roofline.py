@@ -70,7 +70,6 @@ def call_cost(
     row_bytes = sum(_ITEM_BYTES[buffers[n]["dtype"]] * buffers[n]["width"] for n in named if n in buffers)
     kernel = call["kernel"]
     kv = program["kv"]
-    position_bytes = kv["page_bytes"] / kv["page_tokens"] / kv["layers"]
     if kernel == "gemm":
         weights = [*call["weights"].values(), call["bias"]]
         read = sum(weight_bytes[name] for name in weights if name)
@@ -80,6 +79,8 @@ def call_cost(
         return Cost(row_bytes + read, 2.0 * call["slots"] * call["rows"] * call["k"], "f32")
     if kernel == "logits":
         return Cost(2 * row_bytes, 1.0, "f32")
+    if kernel in ("attention", "rope_append"):
+        position_bytes = kv["layer_page_bytes"][call["layer"]] / kv["page_tokens"]
     if kernel == "attention":
         first, stop = call["value"] or (0, call["head_dim"])
         widths = call["heads"] * (call["head_dim"] + stop - first)
@@ -87,6 +88,12 @@ def call_cost(
     if kernel == "rope_append":
         heads = call["heads"] + (1 if call["v_offset"] is None else 2) * call["kv_heads"]
         return Cost(row_bytes + position_bytes, 3.0 * heads * call["head_dim"], "f32")
+    if kernel == "conv_step":
+        taps = call["width"] * call["features"]
+        return Cost(row_bytes + 2 * 4 * taps, 2.0 * taps, "f32")
+    if kernel == "recurrence_step":  # the state is read and written once
+        state = call["heads"] * call["key_dim"] * call["value_dim"]
+        return Cost(row_bytes + 2 * 4 * state, (8.0 if call["delta"] else 6.0) * state, "f32")
     if kernel == "gather":
         moved = 3 * buffers[call["out"]]["width"]  # one element read, one written, and its index
         return Cost(_ITEM_BYTES["f32"] * moved, moved, "f32")

@@ -155,13 +155,21 @@ def test_roofline_takes_the_longer_of_moving_and_computing() -> None:
 def test_a_gemm_costs_its_weights_and_its_rows() -> None:
     program = {
         "buffers": [{"name": "a", "dtype": "q8", "width": 64}, {"name": "b", "dtype": "f32", "width": 32}],
-        "kv": {"page_bytes": 6400, "page_tokens": 64, "layers": 2},
+        "kv": {"page_bytes": 4864, "page_tokens": 64, "layers": 2, "layer_page_bytes": [1664, 3200]},
     }
     call = {"kernel": "gemm", "x": "a", "out": "b", "n": 32, "k": 64, "weights": {"codes": "w", "scale": "s"}}
     cost = call_cost(call | {"bias": None, "residual": None}, program, {"w": 1024, "s": 128}, context=1)
     assert cost == (64 + 32 * 4 + 1024 + 128, 2 * 32 * 64, "int8")
-    attention = {"kernel": "attention", "q": "b", "out": "b", "heads": 2, "head_dim": 16, "value": None}
+    attention = {"kernel": "attention", "q": "b", "out": "b", "heads": 2, "head_dim": 16, "layer": 1, "value": None}
     assert call_cost(attention, program, {}, context=10).bytes == 2 * 128 + 10 * 50
+
+
+def test_a_recurrent_layer_costs_its_state_whatever_the_context() -> None:
+    program = {"buffers": [{"name": "x", "dtype": "f32", "width": 32}], "kv": {}}
+    conv = {"kernel": "conv_step", "x": "x", "out": "x", "features": 32, "width": 4}
+    assert call_cost(conv, program, {}, context=10) == (2 * 128 + 2 * 4 * 128, 2 * 128, "f32")
+    step = {"kernel": "recurrence_step", "q": "x", "out": "x", "heads": 2, "key_dim": 8, "value_dim": 4, "delta": True}
+    assert call_cost(step, program, {}, context=10**6) == (2 * 128 + 2 * 4 * 64, 8 * 64, "f32")
 
 
 def test_the_readme_lists_every_recipe_and_target() -> None:

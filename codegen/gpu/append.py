@@ -21,7 +21,7 @@ from qcompile.codegen.calls import NormHeads
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.kv_pages import GpuKV, page_arguments
 from qcompile.codegen.sizes import power_of_two
-from qcompile.formats.kv import HIER_GROUP, RING_GROUPS
+from qcompile.formats.kv import HIER_GROUP, LATENT_GROUP, RING_GROUPS
 from qcompile.targets import has_pdl
 
 # -2 pi as a sum: two short parts whose products with integers up to 2^12 are exact, and the rest.
@@ -72,7 +72,7 @@ class AppendSpec:
     stride: int
     q_offset: int
     k_offset: int
-    v_offset: int
+    v_offset: int | None
     rotary_dim: int = 0
     scaling: float = 1.0
     interleaved: bool = False
@@ -107,7 +107,16 @@ class AppendSpec:
     @property
     def programs(self) -> int:
         """Programs for each block of `tokens` tokens."""
-        return max(self.heads + 2 * self.kv.heads, self.rounding) if self.appends else self.heads
+        if not self.appends:
+            return self.heads
+        return max(self.heads + (2 if self.kv.value is None else 1) * self.kv.heads, self.rounding)
+
+    @property
+    def _block(self) -> int:
+        """Items of a key that a program writes, padded to a power of two: whole groups of a latent."""
+        if self.kv.value is not None:
+            return max(power_of_two(self.kv.dim), LATENT_GROUP) // (2 if self.kv.bits == 4 else 1)
+        return power_of_two(self.kv.dim if self.kv.hierarchical else self.kv.width)
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
@@ -136,7 +145,8 @@ class AppendSpec:
             pdl=pdl,
             asm=self.inline_asm,
             pairs_block=power_of_two(max(self.rotary_dim // 2, 1)),
-            block=power_of_two(self.kv.dim if self.kv.hierarchical else self.kv.width),
+            block=self._block,
+            group=LATENT_GROUP,
             format=format,
             scaling="" if self.scaling == 1.0 else f" * {self.scaling}",
             head_rows=power_of_two(self.kv.dim),

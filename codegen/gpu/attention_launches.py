@@ -16,6 +16,7 @@ from qcompile.codegen.gpu.attention_variants import far_variants, for_queries, p
 from qcompile.codegen.gpu.context import PlanContext, amax_ref, single_launch, weight_refs
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.kv_pages import GpuKV
+from qcompile.codegen.gpu.latent_launches import latent_attention
 from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
 from qcompile.codegen.gpu.operands import CacheRef, CountRef, Grid, GridSize, InputRef, Operands, ScratchRef
 from qcompile.errors import UnsupportedError
@@ -95,8 +96,6 @@ def rope_heads(context: PlanContext, c: RopeHeads) -> Iterator[Launch]:
 
 
 def _append_spec(context: PlanContext, c: RopeAppend, norm_q: HeadNorm | None, norm_k: HeadNorm | None) -> AppendSpec:
-    if c.v_offset is None:
-        raise UnsupportedError("values that are features of the keys have no GPU kernels yet")
     return AppendSpec(
         context.kvs[c.layer],
         c.heads,
@@ -143,7 +142,12 @@ def _append_staged(context: PlanContext, name: str, spec: AppendSpec, args: Oper
 
 def attention(context: PlanContext, c: Attention, measured: bool = False) -> Iterator[Launch]:
     """The launches of attention. With `measured`, those for decoding store magnitudes of 2 parts of each head."""
-    base, out, args = _attention_spec(context, c), context.buffer(c.out), _attention_args(context, c)
+    args = _attention_args(context, c)
+    if c.value is not None:
+        assert not measured
+        yield from latent_attention(context, c, args, _OF_PROMPTS)
+        return
+    base, out = _attention_spec(context, c), context.buffer(c.out)
     if out.stride != c.heads * c.head_dim:
         raise UnsupportedError(f"{c.heads} heads of {c.head_dim} are not whole blocks")
     assert out.dtype != "q8"
@@ -187,7 +191,7 @@ def _attention_args(context: PlanContext, c: Attention) -> Operands:
     args |= weight_refs(center=c.center, key_bias=c.key_bias, sinks=c.sinks)
     args |= _staging_args(context.kvs[c.layer]) if context.hierarchical else {}
     counts = ("decoding_tokens", "slots")
-    args["parts"] = ScratchRef("parts", 4 * c.heads * c.head_dim, counts)
+    args["parts"] = ScratchRef("parts", 4 * c.heads * c.value_dim, counts)
     args["stats"] = ScratchRef("stats", 8 * c.heads, counts)
     return args
 

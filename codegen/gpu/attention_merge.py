@@ -33,6 +33,8 @@ class MergeSpec(VisibleKeys):
     amax: bool = False
     sinks: bool = False
     out: Literal["f32", "bf16"] = "f32"
+    most_splits: int = GROUP_SPLITS
+    """Most splits of a group."""
 
     @property
     def batched(self) -> bool:
@@ -42,7 +44,7 @@ class MergeSpec(VisibleKeys):
     @property
     def heads_per_program(self) -> int:
         """Heads per program."""
-        return math.gcd(self.heads, 4) if self.batched else 1
+        return math.gcd(self.heads, 4) if self.batched and self.most_splits == GROUP_SPLITS else 1
 
     @property
     def merges_leaves(self) -> bool:
@@ -79,8 +81,8 @@ class MergeSpec(VisibleKeys):
             name=name,
             arguments=arguments,
             pdl=pdl,
-            splits_a_group=GROUP_SPLITS,
-            dim_block=power_of_two(self.kv.dim),
+            splits_a_group=self.most_splits,
+            dim_block=power_of_two(self.kv.value_dim),
             sinks=self.sinks and self.final,
             log2_e=math.log2(math.e),
             batch=8 if self.batched else GROUP_SPLITS,

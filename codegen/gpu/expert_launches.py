@@ -104,7 +104,7 @@ def _block_classes(context: PlanContext, c: fused.SortSlots) -> list[BlocksSpec]
     if few < MOST_ROWS:
         blocks[MOST_ROWS] = LARGE_BLOCK
     stride = context.buffer(c.index).stride
-    return [BlocksSpec(c.experts, c.slots, stride, tokens, most) for most, tokens in blocks.items()]
+    return [BlocksSpec(c.experts, c.slots, stride, tokens, most, c.every) for most, tokens in blocks.items()]
 
 
 def _order(context: PlanContext, c: fused.SortSlots) -> Operands:

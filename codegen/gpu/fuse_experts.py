@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from qcompile.codegen.calls import Call, ExpertGemm, Norm
+from qcompile.codegen.calls import Call, EveryExpert, ExpertGemm, Norm
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.program import Program
 from qcompile.errors import PassError, UnsupportedError
@@ -68,7 +68,8 @@ def _order_of(program: Program, call: ExpertGemm) -> fused.SortSlots:
     users = [each for each in program.calls if isinstance(each, ExpertGemm) and each.index == call.index]
     kernels = [kernel_of(packing_of(each.format, each.activation), each.activation) for each in users]
     gemv = all(gpu_kernel(kernel).gemv for kernel in kernels)
-    return fused.SortSlots(f"{call.name}.order", call.index, call.experts, call.slots, gemv)
+    every = any(isinstance(each, EveryExpert) and each.out == call.index for each in program.calls)
+    return fused.SortSlots(f"{call.name}.order", call.index, call.experts, call.slots, gemv, every)
 
 
 def _quantized_by(program: Program, norm: Norm, later: Sequence[Call]) -> fused.QuantizeSlots | None:

@@ -161,7 +161,8 @@ class NormSlots(FusedCall):
 class SortSlots(Call):
     """Sorts the slots of buffer `index`, int32 [tokens, slots], by expert, into scratch memory.
 
-    With `gemv`, GEMMs of experts need no order for few tokens.
+    With `gemv`, GEMMs of experts need no order for few tokens. If `every`, the index chooses all experts in their
+    order.
     """
 
     kernel: ClassVar[str] = "sort_slots"
@@ -171,6 +172,7 @@ class SortSlots(Call):
     experts: int
     slots: int
     gemv: bool
+    every: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,10 @@ differ in heads and head size. A block contains, in order:
     key words    int32 [page tokens], then value words likewise (8 and 4 bits only): bits 0-7 are the zero point, the
                  rest the upper 24 bits of the float32 scale; value = (code - zero) * scale
 
+If the values are features of the keys (passes/latent.py), a block has no values: keys bf16 [page tokens][dim], or codes
+[page tokens][dim] of 8 bits, or of 4 bits, the lower ones those of even features. With 8 and 4 bits, words [page
+tokens] [dim / LATENT_GROUP] like those above follow.
+
 A hierarchical cache (kv_hier, or kv_hier4 for a draft that reads only the upper bits) keeps the newest three groups of
 128 positions in a ring, in bf16, and older ones rounded (QuantSpec 4.2). In a sequence's block table the ring comes
 first: entry 2 (p / 64 mod 6) is the page with the key of position p, the next entry the page with its value, both bf16
@@ -31,27 +35,50 @@ from dataclasses import dataclass
 
 from qcompile.codegen.gpu.kernel import Argument
 from qcompile.errors import UnsupportedError
-from qcompile.formats.kv import PAGE_TOKENS, KVFormat, kv_format
+from qcompile.formats.kv import LATENT_GROUP, PAGE_TOKENS, KVFormat, kv_format
+
+LEAVES = 8
+"""Parts in which the positions of a split are summed."""
 
 
 @dataclass(frozen=True)
 class GpuKV:
     """Layout of pages with `heads` KV heads of `dim` elements; `format` is kv16, kv8, kv4, kv_hier or kv_hier4.
 
-    Each split is summed in `leaves` separate parts.
+    Each split is summed in `leaves` separate parts. `value` are the features of keys that are the values, if pages hold
+    no others.
     """
 
     format: str
     heads: int
     dim: int
     page_tokens: int = PAGE_TOKENS
-    leaves: int = 8
+    leaves: int = LEAVES
+    value: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.kind.bits > 16:
             raise UnsupportedError(f"GPU kernels have no {self.format} cache; there are kv16, kv8, kv4, kv_hier")
+        if self.value is not None:
+            first, stop = self.value
+            if self.heads > 1 or stop != self.dim or stop - first > 512 or first > 128 or self.dim % 2:
+                raise UnsupportedError(
+                    f"values that are features {self.value} of {self.heads} keys of {self.dim}: GPU attention takes "
+                    "one key head of up to 128 features and then up to 512, an even number in all"
+                )
+            return
         if self.dim % 4 or self.dim > 256:
             raise UnsupportedError(f"head size {self.dim}: GPU attention takes multiples of 4 up to 256")
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a value."""
+        return self.dim if self.value is None else self.value[1] - self.value[0]
+
+    @property
+    def word_groups(self) -> int:
+        """Words of a key whose features are also values."""
+        return -(-self.dim // LATENT_GROUP)
 
     @property
     def kind(self) -> KVFormat:
@@ -86,7 +113,7 @@ class GpuKV:
     @property
     def row_bytes(self) -> int:
         """Bytes of the codes of one head's key (or value) at one position."""
-        return 2 * self.width
+        return 2 * self.width if self.value is None else self.dim * self.bits // 8
 
     @property
     def part_bytes(self) -> int:
@@ -113,6 +140,8 @@ class GpuKV:
         """Bytes of one (page, KV head)."""
         if self.hierarchical:
             return self.lower_bytes + 2 * self.part_bytes
+        if self.value is not None:
+            return self.part_bytes + (4 * self.page_tokens * self.word_groups if self.bits < 16 else 0)
         return 2 * self.part_bytes + (8 * self.page_tokens if self.bits < 16 else 0)
 
 
@@ -125,5 +154,5 @@ def page_arguments(kv: GpuKV) -> list[Argument]:
     """Kernel arguments that point to a layer's pages, one for each type the pages are read as."""
     if kv.hierarchical:
         return [Argument("kv", "*i16"), Argument("kv_words", "*fp32"), Argument("kv_full", "*bf16")]
-    codes = Argument("kv", "*bf16" if kv.bits == 16 else "*i16")
+    codes = Argument("kv", "*bf16" if kv.bits == 16 else "*i16" if kv.value is None else "*i8")
     return [codes] + [Argument("kv_words", "*i32")] * (kv.bits < 16)

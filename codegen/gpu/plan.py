@@ -16,6 +16,7 @@ from qcompile.codegen.calls import (
     Combine,
     Elementwise,
     Embed,
+    EveryExpert,
     Gather,
     Gemm,
     Hadamard,
@@ -40,7 +41,7 @@ from qcompile.codegen.gpu.context import PlanContext
 from qcompile.codegen.gpu.fuse import fuse
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
-from qcompile.codegen.gpu.kv_pages import GpuKV
+from qcompile.codegen.gpu.kv_pages import LEAVES, GpuKV
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.rounds import feedback_launch, follow_launch
 from qcompile.codegen.program import Program
@@ -50,7 +51,8 @@ from qcompile.targets import Target
 
 def kv_of(program: Program, layer: int) -> GpuKV:
     """The layout of the KV pages of a layer for GPU kernels. UnsupportedError for formats without kernels."""
-    return GpuKV(program.kv.format, *program.kv.heads_of(layer), program.kv.page_tokens)
+    kv = program.kv
+    return GpuKV(kv.format, *kv.heads_of(layer), kv.page_tokens, leaves=1 if kv.value else LEAVES, value=kv.value)
 
 
 def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool = True) -> LaunchPlan:
@@ -108,6 +110,7 @@ _LAUNCHES: Mapping[type[Call], Callable[[PlanContext, Any], Iterator[Launch]]] =
     RopeHeads: attention_launches.rope_heads,
     Attention: attention_launches.attention,
     Combine: router_launches.combine,
+    EveryExpert: router_launches.every_expert,
     fused.GatedQuantize: row_launches.gated_quantize,
     fused.GatedHadamard: row_launches.hadamard,
     fused.MeasuredQuantize: measured_quantize,

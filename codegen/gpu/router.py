@@ -123,11 +123,27 @@ class RouteSpec:
 
 
 @dataclass(frozen=True)
+class EverySpec:
+    """out int32 [M, stride] chooses all `experts`, in their order. One program per token."""
+
+    experts: int
+    stride: int
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        name, pdl, arguments = f"every_expert_{self.experts}", has_pdl(capability), (Argument("out", "*i32"),)
+        values = {"name": name, "arguments": arguments, "pdl": pdl, "room": power_of_two(self.experts)}
+        source = render_template("every_expert.py.jinja", spec=self, **values)
+        return Kernel(name, source, arguments, 1, 1, pdl)
+
+
+@dataclass(frozen=True)
 class BlocksSpec:
     """Sorts slots by expert, in blocks of up to `tokens` slots, given index [M, stride] with `slots` experts per token.
 
     `order` gets the slot numbers (token * slots + slot) sorted by expert, then by number. `blocks` [.., 3] gets for
-    each block its expert, and its begin and end in `order`; -1 after the last block. One program per expert.
+    each block its expert, and its begin and end in `order`; -1 after the last block. One program per expert. If
+    `every`, slot i is of expert i, so that nothing is compared.
     """
 
     experts: int
@@ -136,10 +152,13 @@ class BlocksSpec:
     tokens: int
     most: int
     """Most rows of a step."""
+    every: bool = False
 
     @property
     def grid(self) -> GridSize:
         """An upper bound on the number of blocks, as a grid size."""
+        if self.every:
+            return GridSize("tokens", self.tokens, self.experts)
         if self.most <= self.tokens:
             return GridSize("tokens", times=self.slots)
         times = -(-self.slots // self.tokens)
@@ -157,12 +176,13 @@ class BlocksSpec:
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        name, pdl = f"expert_blocks_{self.experts}x{self.slots}_{self.tokens}", has_pdl(capability)
+        kind, pdl = "every_blocks" if self.every else "expert_blocks", has_pdl(capability)
+        name = f"{kind}_{self.experts}x{self.slots}_{self.tokens}"
         values = {"name": name, "arguments": self.arguments, "pdl": pdl}
         rooms = {
-            "room": power_of_two(self.most * self.slots),
+            "room": power_of_two(self.most * (1 if self.every else self.slots)),
             "experts": power_of_two(self.experts),
-            "list_room": power_of_two(self.list),
+            "list_room": power_of_two(self.list // (self.experts if self.every else 1)),
         }
         source = render_template("expert_blocks.py.jinja", spec=self, **values, **rooms)
         warps = 8 if rooms["room"] > 1024 else 1

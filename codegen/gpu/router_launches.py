@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qcompile.codegen.calls import Combine, Gemm
+from qcompile.codegen.calls import Combine, EveryExpert, Gemm
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, GridSize, Operands
-from qcompile.codegen.gpu.router import CombineSpec, RouteSpec, RouteStep, ScoresSpec
+from qcompile.codegen.gpu.router import CombineSpec, EverySpec, RouteSpec, RouteStep, ScoresSpec
 from qcompile.errors import UnsupportedError
 
 SCORED = ((8, 1), (16, 2), (0, 4))
@@ -62,6 +62,12 @@ def route_chain(context: PlanContext, c: fused.RouteChain) -> Iterator[Launch]:
             args[f"index{place}"] = context.ref(step.index)
     kernel = RouteSpec(tuple(steps)).kernel(context.capability)
     yield single_launch(c.name, "tokens", kernel, (GridSize("tokens"), 1, 1), args)
+
+
+def every_expert(context: PlanContext, c: EveryExpert) -> Iterator[Launch]:
+    """The launch that chooses all experts for every token."""
+    kernel = EverySpec(c.experts, context.buffer(c.out).stride).kernel(context.capability)
+    yield single_launch(c.name, "tokens", kernel, (GridSize("tokens"), 1, 1), {"out": context.ref(c.out)})
 
 
 def combine(context: PlanContext, c: Combine | fused.CombineAdd) -> Iterator[Launch]:

@@ -124,7 +124,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "repeat": (selection.repeat,),
     "repeat_interleave": (experts.repeat_tokens, selection.repeat_interleave),
     "select": (selection.select,),
-    "slice": (memory.part, embeddings.first_rows, selection.slice_),
+    "slice": (memory.part, embeddings.first_rows, recurrent.padded_conv, selection.slice_),
     "split": (selection.split,),
     "split_with_sizes": (selection.split,),
     "tensor_split": (selection.split,),
@@ -133,6 +133,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     # tensors from parts
     "cat": _CAT,
     "concat": _CAT,
+    "concatenate": _CAT,
     "constant_pad_nd": (concatenation.pad,),
     "copy": (memory.overwrite,),
     "empty": (memory.empty,),
@@ -198,6 +199,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "qcompile::attention": (attention.attention,),
     "scaled_dot_product_attention": (attention.sdpa,),
     # recurrent layers
+    "conv1d": (recurrent.conv_of_padded,),
     "qcompile::causal_conv": (recurrent.causal_conv,),
     "qcompile::linear_recurrence": (recurrent.linear_recurrence,),
     # experts

@@ -61,7 +61,7 @@ def unwritten_reader(node: fx.Node) -> fx.Node | None:
         for user in member.users:
             if operator_name(user) in SHAPE_ONLY or _overwrites(user, member):
                 continue
-            if member not in _shared(user) or _memory_size(user) != _memory_size(node):
+            if member not in shared(user) or _memory_size(user) != _memory_size(node):
                 return user
             frontier.append(user)
     return None
@@ -89,8 +89,8 @@ def _is_last(node: fx.Node, target: fx.Node) -> bool:
     """Whether only the result of `node` reads the memory of `target` after `node`."""
     family = [target]
     for member in family:
-        family += [source for source in _shared(member) if source not in family]
-    if any(not _shared(member) and member.op != "call_function" for member in family):
+        family += [source for source in shared(member) if source not in family]
+    if any(not shared(member) and member.op != "call_function" for member in family):
         # an input, or state that the next step reads unless copy_ resets it
         whole = operator_name(node) == "copy" and node.args[0] is target and len(family) == 1
         return whole and target.op == "get_attr" and len(target.users) == 1
@@ -103,17 +103,17 @@ def _is_last(node: fx.Node, target: fx.Node) -> bool:
             if user._sort_key > node._sort_key:
                 return False
             seen.add(user)
-            frontier += [user] if member in _shared(user) else []
+            frontier += [user] if member in shared(user) else []
     return True
 
 
-def _shared(node: fx.Node) -> list[fx.Node]:
+def shared(node: fx.Node) -> list[fx.Node]:
     """The operands with which the result of `node` may share memory."""
     if node.op != "call_function":
         return []
     inputs = node.all_input_nodes
     if operator_name(node) == "getitem":  # unless it is a view, each of several results has its own memory
-        return inputs if _shared(inputs[0]) else []
+        return inputs if shared(inputs[0]) else []
     if targets := overwritten(node):
         return targets
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())

@@ -50,7 +50,8 @@ class Builder:
     def limit_context(self, node: fx.Node, longest: int) -> None:
         """Reduce the context to at most `longest` tokens, since `node` selects other values beyond that."""
         if longest < self.out.info.max_position:
-            self.out.info = replace(self.out.info, max_position=longest)
+            stated = self.out.info.stated_position or self.out.info.max_position
+            self.out.info = replace(self.out.info, max_position=longest, stated_position=stated)
             self.notes.append(f"node {node}: selects other values beyond {longest} tokens, so the context ends there")
 
     # ---- weights -------------------------------------------------------------------------------
@@ -113,6 +114,11 @@ class Builder:
             size = (rows, store.entries[source].shape[0] // rows)
             store.add(name, size, store.entries[source].dtype, lambda: store[source].reshape(size))
         return self.read(name)
+
+    def member(self, weight: fx.Node, number: int) -> fx.Node:
+        """`weight` [H, .., N, K] as the matrix [N, K] of one head; dimensions between must have size 1."""
+        size = tuple(weight.meta["val"].shape[-2:])
+        return self._derived(weight, f"member{number}", size, lambda w: w[number].reshape(size))
 
     def transposed(self, weight: fx.Node) -> fx.Node:
         """`weight` [K, N] as [N, K]; undoes a transpose instead of adding one."""

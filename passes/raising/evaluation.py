@@ -9,7 +9,7 @@ from torch import fx
 
 from qcompile.passes.raising.aliasing import run
 from qcompile.passes.raising.facts import Facts
-from qcompile.passes.raising.nodes import SHAPE_ONLY, operator_name
+from qcompile.passes.raising.nodes import SHAPE_ONLY, operator_name, unsupported
 
 
 class PositionEvaluator:
@@ -36,6 +36,8 @@ class PositionEvaluator:
             return self._facts.source.weights.mask(str(node.target))
         assert callable(node.target), node
         self._facts.require_written(node)
+        if node in self._facts.rewritten:
+            raise unsupported(node, "is written over in part, and read by something that must be run to be understood")
         args, kwargs = node.args, node.kwargs
         if operator_name(node) in SHAPE_ONLY:
             source: Any = node.args[0]

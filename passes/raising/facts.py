@@ -56,6 +56,8 @@ Known = Value | Constant | Opaque | Tensor | int | float | bool | None | Sequenc
 class Facts:
     """What is known of the ATen graph `source`; `known` maps its nodes to their meanings.
 
+    `rewritten` are tables into which a later node writes: their meaning is that after the write.
+
     Raises UnsupportedError if the graph does not take token ids [B, T], and optionally positions [B, T], of dynamic
     sizes.
     """
@@ -63,6 +65,7 @@ class Facts:
     def __init__(self, source: Graph) -> None:
         self.source = source
         self.known: dict[fx.Node, Known] = {}
+        self.rewritten: set[fx.Node] = set()
         self.axes: dict[Any, str] = {}
         self._results: dict[Hashable, Any] = {}
         self._lengths: dict[Any, int] = {}

@@ -9,6 +9,7 @@ from torch import fx
 
 from qcompile.passes.raising import values
 from qcompile.passes.raising.builder import Builder, feature_sizes
+from qcompile.passes.raising.concatenation import concatenated
 from qcompile.passes.raising.facts import LENGTHS, Constant, Facts, Known, Spread
 from qcompile.passes.raising.nodes import Arguments, unsupported
 from qcompile.passes.raising.values import Value, identity
@@ -43,12 +44,25 @@ def matmul(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
 
 
 def _linear_of_columns(facts: Facts, build: Builder, node: fx.Node, weight: fx.Node, source: fx.Node) -> Known:
-    """weight [N, K] @ x [.., K, T]: a linear of the transposed x, transposed back."""
+    """weight [N, K] @ x [.., K, T]: a linear of the transposed x, transposed back.
+
+    With weights [H, 1, N, K] and x [H, B, K, T], a linear for each head.
+    """
     value = facts.known.get(source)
-    if not isinstance(value, Value) or value.base is None or len(value.dims) < 2 or weight.meta["val"].dim() != 2:
+    if not isinstance(value, Value) or value.base is None or len(value.dims) < 2:
         return None
-    swapped = [*range(len(value.dims) - 2), -1, -2]
-    return values.permute(_linear_of(facts, build, node, values.permute(value, swapped), build.weight(weight)), swapped)
+    rank, shape = len(value.dims), weight.meta["val"].shape
+    heads = shape[0] if len(shape) == rank == 4 and shape[1] == 1 and value.dims[0] == "F" else 0
+    if not heads and len(shape) != 2:
+        return None
+    swapped = [*range(rank - 2), -1, -2]
+    value = values.permute(value, swapped)
+    if not heads:
+        return values.permute(_linear_of(facts, build, node, value, build.weight(weight)), swapped)
+    inputs = [one for head in range(heads) if (one := values.select(value, 0, head)) is not None]
+    products = [_linear_of(facts, build, node, one, build.member(weight, head)) for head, one in enumerate(inputs)]
+    joined = concatenated(build, [values.unsqueeze(product, 0) for product in products], 0)
+    return joined and values.permute(joined, swapped)
 
 
 def _linear(

@@ -12,7 +12,7 @@ from torch import fx
 from qcompile import ops
 from qcompile.passes.raising.builder import Builder, feature_sizes
 from qcompile.passes.raising.facts import LENGTHS, Constant, Facts, Known
-from qcompile.passes.raising.nodes import Arguments, unsupported
+from qcompile.passes.raising.nodes import Arguments, is_call, strip, unsupported
 from qcompile.passes.raising.values import Value, identity
 
 
@@ -24,6 +24,39 @@ def causal_conv(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Kn
     bias = () if a.bias is None else (_stored(facts, node, "bias", a.bias, ((width,),)),)
     made = build.call("causal_conv", build.emit(x, (width,), node), *(build.weight(w) for w in (weight, *bias)))
     return identity(made, ("B", "T", "F"), (width,))
+
+
+def padded_conv(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """The first T results of conv1d over x [B, F, T] with zeros on both sides, and a weight [F, 1, W]: causal_conv."""
+    conv = strip(a.input_)
+    first = facts.shape(node)[2:] == [LENGTHS["T"]] and (a.start or 0) == 0 and a.step in (None, 1)
+    if not first or not is_call(conv, "conv1d") or a.dim % node.meta["val"].dim() != 2:
+        return None
+    return _depthwise(facts, build, conv, Arguments(conv).input, int(conv.args[1].meta["val"].shape[-1]) - 1)
+
+
+def conv_of_padded(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """conv1d over x [B, F, T] with zeros before it, and a weight [F, 1, W]: causal_conv."""
+    pad, width = strip(a.input), int(a.weight.meta["val"].shape[-1])
+    if not is_call(pad, "constant_pad_nd", "pad"):
+        return None
+    given = Arguments(pad)
+    zeros = getattr(given, "mode", "constant") == "constant" and not given.value
+    return _depthwise(facts, build, node, given.input_, 0) if zeros and list(given.pad) == [width - 1, 0] else None
+
+
+def _depthwise(facts: Facts, build: Builder, conv: fx.Node, x: fx.Node, padding: int) -> Known:
+    """qcompile::causal_conv for the conv1d `conv` of x [B, F, T], or of x with zeros before it; None for others."""
+    given, width = Arguments(conv), facts.shape(x)[1]
+    settings = [list(getattr(given, name)) for name in ("stride", "padding", "dilation")]
+    value, weight = facts.value(x), facts.known.get(given.weight)
+    if settings != [[1], [padding], [1]] or given.groups != width or given.weight.meta["val"].shape[:2] != (width, 1):
+        return None
+    if value is None or value.base is None or value.dims != ("B", "F", "T") or not isinstance(weight, Constant):
+        return None
+    bias = () if given.bias is None else (build.weight(_stored(facts, conv, "bias", given.bias, ((width,),))),)
+    made = build.call("causal_conv", build.emit(value, (width,), conv), build.matrix(given.weight, 0, 2), *bias)
+    return identity(made, ("B", "F", "T"), (width,))
 
 
 def linear_recurrence(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:

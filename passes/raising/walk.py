@@ -13,6 +13,7 @@ from qcompile.passes.raising.builder import Builder
 from qcompile.passes.raising.facts import Constant, Facts, Known, Opaque, is_static
 from qcompile.passes.raising.nodes import Arguments, is_random, operator_name, rounds, unsupported
 from qcompile.passes.raising.values import Value
+from qcompile.passes.raising.writes import write_part
 
 Handler = Callable[[Facts, Builder, fx.Node, Arguments], Known]
 """A rule: the meaning of a node's result, or None if the rule does not apply to the node."""
@@ -57,6 +58,8 @@ def _meaning(facts: Facts, build: Builder, node: fx.Node, handlers: Mapping[str,
     if changes and (same := memory.rewrite_same(facts, node)) is not None:
         return same
     if changes:
+        if (written := write_part(facts, node, lambda view: _meaning(facts, build, view, handlers))) is not None:
+            return written
         raise unsupported(node, "changes a tensor in place that others read afterwards")
     if rounds(node) and any(isinstance(facts.known.get(source), Value) for source in node.all_input_nodes):
         raise unsupported(node, f"rounds to {node.meta['val'].dtype}, but models are compiled in float32")

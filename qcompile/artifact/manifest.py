@@ -53,6 +53,7 @@ SHAPE: Shape = {
         "name": str,
         "vocab_size": _COUNT,
         "max_position": _COUNT,
+        "stated_position": Maybe(_COUNT),
         "parameters": int,
         "bos_token_id": Maybe(int),
         "eos_token_ids": [int],

@@ -10,6 +10,7 @@ from typing import Any
 
 from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints.checkpoint import read_json
+from qcompile.checkpoints.sizes import check_sizes
 from qcompile.checkpoints.stored import formats
 from qcompile.errors import UnsupportedError, UsageError
 
@@ -49,6 +50,7 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
     stated = raw.get("architectures") or []
     if kind in CONFIG_MAPPING and auto_class(kind, stated) is None:
         raise UnsupportedError(f"{(stated or [kind])[0]} is not a decoder language model; only those are compiled")
+    check_sizes(directory / "config.json", raw, CONFIG_MAPPING)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote, local_files_only=True)
     except Exception as error:  # validation of a configuration may raise anything

@@ -6,7 +6,7 @@ transformers builds the module, says which weights are tied, and how the files n
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from qcompile.checkpoints import huggingface_weights, kernel_functions, left_out, state
 from qcompile.checkpoints.attention_interface import ATTENTION, OwnAttention, attention, causal_mask
+from qcompile.checkpoints.branches import Branches, Condition, trace_all
 from qcompile.checkpoints.checkpoint import Checkpoint, name_of, read_json
 from qcompile.checkpoints.configuration import auto_class, context_length, cut, read_config, text_config
 from qcompile.checkpoints.hub import find
@@ -115,18 +116,28 @@ def build(config: Any, allow_remote: bool = False, attention_kind: str | None = 
         if isinstance(error, KeyError):  # its text is only the key
             raise UnsupportedError(f"{config.model_type} cannot be built: there is no {error}") from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, ZeroDivisionError):  # its text names no field
+            reason = "it divides by a number of its configuration that is 0"
         raise UnsupportedError(f"{config.model_type} cannot be built: {reason}") from error
     return module.eval()
 
 
 class _Logits(state.Watched):
-    """The part of a causal language model's interface that is compiled: token ids and positions -> logits."""
+    """The part of a causal language model's interface that is compiled: token ids and positions -> logits.
+
+    `decide` makes the mode that decides branches on the positions.
+    """
+
+    def __init__(self, module: nn.Module, decide: Callable[[Tensor], Branches], **how: Any) -> None:
+        super().__init__(module, **how)
+        self.decide = decide
 
     def run(self, *inputs: Tensor) -> Tensor:
         token_ids, positions = inputs
         # A mask of ones means no padding, and keeps the search for packed sequences out of the graph.
         mask = torch.ones_like(token_ids)
-        return self.module(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+        with self.decide(positions):
+            return self.module(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
 
 
 @contextmanager
@@ -163,7 +174,12 @@ def _export(module: Any, most: int) -> ExportedProgram:
     with _fake_weights(module) as mode, kernel_functions.replaced(module):
         with mode:
             ids = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
-        return export(functools.partial(_Logits, module), ids, module.config.model_type, most)
+
+        def trace(forced: Mapping[Condition, bool], found: set[Condition]) -> ExportedProgram:
+            decide = functools.partial(Branches, context=context_length(module.config), forced=forced, open=found)
+            return export(functools.partial(_Logits, module, decide), ids, module.config.model_type, most)
+
+        return trace_all(trace, module.config.model_type)
 
 
 def _info(name: str, directory: Path, config: Any, traced: _Traced) -> ModelInfo:

@@ -141,6 +141,8 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
                 "seconds": report.seconds,
                 "bytes": size,
                 "left_out": dict(report.left_out),
+                "context": report.context,
+                "stated_context": report.stated_context,
             }
         )
         return
@@ -150,6 +152,8 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
     if explain is not None:
         print("\n".join(_explained(report, explain)))
     print(console.left_out(report.left_out), end="")
+    if report.stated_context is not None:
+        print(f"context {console.context_text(report.context, report.stated_context)}")
     facts = f"{console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight"
     print(f"{report.path}: {facts}, built in {sum(report.seconds.values()):.1f} s")
 

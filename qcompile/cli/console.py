@@ -173,3 +173,10 @@ class Progress:
             while not self._over.wait(0.1):
                 total = self._total if self._total > 1 else None
                 bar.update(task, description=self.line(time.monotonic()), completed=self._done, total=total)
+
+
+def context_text(context: int, stated: int | None) -> str:
+    """A context for people, and why it is less than the `stated` one, if it is."""
+    if stated is None:
+        return str(context)
+    return f"{context} of {stated} tokens that the model states: it computes longer sequences with other values"

@@ -82,9 +82,11 @@ class Diagnosis:
         kernels = "\n".join(f"  {count:3d} {name}" for name, count in self.plan["kernels"].items())
         seen = self.plan.get("layers_examined")
         examined = f"layers: {self.plan['layers']}, which repeat the first {seen}\n" if seen else ""
+        stated = self.plan.get("stated_context")
+        shorter = f"context {console.context_text(self.plan['context'], stated)}\n" if stated else ""
         return (
             f"exportable: {self.plan['model']}, {self.plan['parameters']:,} parameters\n"
-            f"{examined}{console.left_out(self.plan['left_out'])}"
+            f"{examined}{shorter}{console.left_out(self.plan['left_out'])}"
             f"passes: {passes}\n"
             f"kernels\n{kernels}\n"
             f"memory {console.byte_size(self.memory_bytes)} (weights {console.byte_size(self.plan['weight_bytes'])}, "
@@ -149,6 +151,7 @@ def _facts(plan: CompilationPlan) -> dict[str, Any]:
         "activation_bytes": MAX_STEP_TOKENS * (program.arena_bytes("tokens") + program.arena_bytes("outputs")),
         "files_bytes": sum(len(content) for content in plan.files.values()),
         "context": info.max_position,
+        **({} if info.stated_position is None else {"stated_context": info.stated_position}),
     }
 
 

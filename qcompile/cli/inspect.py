@@ -124,7 +124,7 @@ def as_text(contents: dict[str, Any]) -> str:
     rows = [[name.replace("_", " "), console.byte_size(size)] for name, size in sizes.items()]
     return (
         f"model    {model['name']}, {model['parameters']:,} parameters, vocabulary {model['vocab_size']}, "
-        f"context {model['max_position']}\n"
+        f"context {console.context_text(model['max_position'], model.get('stated_position'))}\n"
         f"{console.left_out(model.get('left_out') or {})}"
         f"recipe   {recipe['name']}{options}\n"
         f"target   {target['name']} ({target['isa']})\n"

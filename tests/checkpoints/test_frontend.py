@@ -218,11 +218,15 @@ REFUSED: dict[str, tuple[Edit, type[QCompileError], str]] = {
     "no config": (lambda p: (p / "config.json").unlink(), UsageError, "config.json is missing"),
     "config is garbage": (lambda p: (p / "config.json").write_bytes(b"\xff{"), UsageError, "not readable JSON"),
     "config is a list": (lambda p: (p / "config.json").write_text("[]"), UsageError, "JSON list where an object"),
-    "config of no layers": (config(num_hidden_layers=-3), UsageError, "num_hidden_layers is -3; it must be from 1"),
+    "config of no layers": (config(num_hidden_layers=-3), UsageError, "num_hidden_layers must be positive, is -3"),
     "config too deep": (config(num_hidden_layers=10**8), UsageError, "it must be from 1 to 1024"),
-    "config too wide": (config(intermediate_size=10**12), UsageError, "intermediate_size is 1000000000000; sizes"),
+    "config too wide": (
+        config(intermediate_size=10**12),
+        UsageError,
+        "intermediate_size must be less than 67108864, is 1000000000000",
+    ),
     "config without a type": (config(model_type=None), UsageError, "has no model_type"),
-    "config with bad values": (config(hidden_size="many"), QCompileError, "llama"),
+    "config with bad values": (config(hidden_size="many"), UsageError, "hidden_size must be positive, is 'many'"),
     "unknown type": (config(model_type="llamma9"), UnsupportedError, "model type llamma9 is unknown"),
     "own code": (
         config(model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Mine"}),

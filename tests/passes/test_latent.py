@@ -17,7 +17,7 @@ from qcompile.passes.center_keys import CenterKeys
 from qcompile.passes.dataflow import value_features
 from qcompile.passes.latent import Latent
 from qcompile.passes.rotate_keys import RotateKeys
-from qcompile.passes.schedule import configure
+from qcompile.passes.schedule import Schedule, configure
 from qcompile.passes.smooth_attention import SmoothAttention
 from qcompile.recipes import get_recipe
 from tests.support.graphs import decoder, latent, logits_whatever_the_step, sequence_inputs, step_inputs
@@ -67,6 +67,25 @@ def test_other_attentions_and_small_gains_stay_without_a_note(graph: Any) -> Non
     result = apply(Latent(), graph)
     assert result.fired == 0 and not result.notes
     assert check.equivalent(result.graph, graph, sequence_inputs()) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [({"rank": 32, "narrow": 32, "plain": 32}, True), ({"rank": 48}, False), ({"plain": 40}, False), ({}, False)],
+)
+def test_shapes_without_gpu_kernels_stay(shape: dict[str, int], fits: bool) -> None:
+    result = apply(Latent(kind="cuda"), latent(heads=16, **shape))  # type: ignore[arg-type]
+    assert result.fired == fits and len(result.notes) == (not fits)
+    assert fits or "no cuda kernels for 16 shared features" in result.notes[0]
+
+
+def test_targets_set_the_kind_of_kernels() -> None:
+    def latents(recipe: str, target: str) -> Latent:
+        (found,) = (p for p in Schedule(recipe, target).model_passes() if isinstance(p, Latent))
+        return found
+
+    assert [latents("w4a8", target).kind for target in ("cpu-avx2", "h200")] == ["cpu", "cuda"]
+    assert latents("quantspec", "cpu-avx2").enabled and not latents("quantspec", "h200").enabled
 
 
 def test_a_fault_in_the_proof_shows() -> None:

@@ -36,11 +36,12 @@ def two_layers() -> dict[str, Any]:
         calls.append(gemm(f"g{number}", x, out, epilogue, **fields))
         number += 1
 
+    heads = {"heads": 2, "kv_heads": 1, "head_dim": 16}
     for layer in (0, 1):
         calls.append(call("norm", x="stream", out="normed"))
         add("normed", "joined")
-        calls.append(call("rope_append", qkv="joined", layer=layer, heads=2, kv_heads=1, head_dim=16))
-        calls.append(call("attention", q="joined", out="mixed", layer=layer, heads=2, kv_heads=1, head_dim=16))
+        calls.append(call("rope_append", qkv="joined", layer=layer, v_offset=48, **heads))
+        calls.append(call("attention", q="joined", out="mixed", layer=layer, value=None, **heads))
         calls.append(call("quantize", x="mixed", out="rounded"))
         add("rounded", "stream", "add")
         calls.append(call("norm", x="stream", out="normed"))
@@ -50,7 +51,8 @@ def two_layers() -> dict[str, Any]:
     add("stream", None, "logits", format="w8_sym_channel")
     names = ("stream", "normed", "joined", "mixed", "rounded", "gated")
     buffers = [{"name": name, "dtype": "q8" if name == "rounded" else "f32", "width": 64} for name in names]
-    return {"calls": calls, "buffers": buffers, "kv": {"page_bytes": 4096, "page_tokens": 64, "layers": 2}}
+    kv = {"page_bytes": 4096, "page_tokens": 64, "layers": 2, "layer_page_bytes": [2048, 2048]}
+    return {"calls": calls, "buffers": buffers, "kv": kv}
 
 
 SIZES = {f"g{number}.{role}": size for number in range(9) for role, size in (("codes", 1024), ("scale", 256))}

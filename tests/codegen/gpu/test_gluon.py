@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcompile.codegen.gpu import compile as gpu_compile
+from qcompile.codegen.gpu import kernel as gpu_kernel
 from qcompile.codegen.gpu.attention import AttentionSpec
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.gemm.render import kernel
@@ -374,5 +374,5 @@ def test_functions_have_the_names_of_the_installed_triton(version: str) -> None:
     gluon = old if version == "3.6" else new
     gluon.shared_memory_descriptor = gluon
     found: dict[str, Any] = {"async_copy": gluon, "tl": gluon}
-    exec(gpu_compile._environment().from_string(NAMES).render(), found)
+    exec(gpu_kernel._environment().from_string(NAMES).render(), found)
     assert (found["async_load"], found["block_barrier"], found["reinterpret"]) == ("load", "barrier", "reinterpret")

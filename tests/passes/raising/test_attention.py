@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "angle not linear": (lambda *a: rotated(*a, angle=lambda p: p * p), "no counterpart"),
     "angle of a root": (lambda *a: rotated(*a, angle=torch.sqrt), "sqrt"),
-    "stored table that is no rotation": (lambda *a: stored(*a, spoil=1e-4), "mul has no counterpart"),
+    "stored table that is no rotation": (lambda *a: stored(*a, spoil=1e-4), "cat combines features"),
     "heads mixed up": (
         lambda q, k, v, ids: F.scaled_dot_product_attention(q, k.roll(1, 1), v, is_causal=True),
         "roll",

@@ -1,4 +1,4 @@
-"""Products written as einsum: those with weights become linears."""
+"""Products written as einsum, or with weights on the left: those with weights become linears."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qcompile import check
 from qcompile.errors import UnsupportedError
 from tests.support import modules
-from tests.support.raising import inputs, raise_module, used
+from tests.support.raising import inputs, raise_module, refused_or_right, right, used
 
 WIDTH, HEADS, SIZE = 24, 3, 8
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -127,3 +127,41 @@ def test_projections_of_attention_may_be_einsums() -> None:
     assert used(graph) == Counter(embedding=1, linear=5, split_heads=3, attention=1, merge_heads=1, add=1)
     ids, positions = inputs(2, 9)
     assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-5
+
+
+# ---- weights on the left ---------------------------------------------------------------------------------
+
+
+class FromTheLeft(nn.Module):
+    """Logits of an embedding [B, T, 48] that `curve` transforms with a weight [heads, size, 16]."""
+
+    def __init__(self, curve: Callable[[Tensor, Tensor], Tensor], size: int = 16) -> None:
+        super().__init__()
+        self.curve = curve
+        self.embed, self.head = nn.Embedding(modules.VOCAB, 48), nn.Linear(48, modules.VOCAB)
+        self.weight = nn.Parameter(torch.ones(3, size, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.curve(self.embed(ids), self.weight))
+
+
+@pytest.mark.parametrize(
+    ("curve", "linears"),
+    [
+        (lambda x, w: (w.flatten(0, 1) @ x.mT[:, :16]).mT, 2),
+        (lambda x, w: (w[:, None] @ x.mT.unflatten(1, (3, 16)).transpose(0, 1)).transpose(0, 1).flatten(1, 2).mT, 4),
+    ],
+)
+def test_weights_on_the_left(curve: Callable[[Tensor, Tensor], Tensor], linears: int) -> None:
+    assert used(right(modules.randomized(FromTheLeft(curve))))["linear"] == linears
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        lambda x, w: (w @ x.mT.unflatten(1, (3, 16))).flatten(1, 2).mT,  # heads behind the batch
+        lambda x, w: (w[:2, None] @ x.mT.unflatten(1, (3, 16)).transpose(0, 1)[:2]).sum(0).mT.repeat(1, 1, 3),
+    ],
+)
+def test_other_weights_on_the_left(curve: Callable[[Tensor, Tensor], Tensor]) -> None:
+    refused_or_right(FromTheLeft(curve))

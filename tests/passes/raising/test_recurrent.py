@@ -137,3 +137,55 @@ def test_families(kind: str, tmp_path: Path) -> None:
         with torch.no_grad():
             expected = module(ids).logits
         assert check.max_relative_error(graph.run(ids, torch.arange(tokens).expand(batch, -1)), expected) < 1e-5
+
+
+# ---- convolutions of torch --------------------------------------------------------------------------------
+
+
+class Convolved(nn.Module):
+    """Logits of an embedding [B, T, 48] that `curve` transforms with conv1d and the weights it is given."""
+
+    def __init__(self, curve: Callable[[Tensor, Tensor, Tensor], Tensor], groups: int = 48) -> None:
+        super().__init__()
+        self.curve = curve
+        self.embed, self.head = nn.Embedding(modules.VOCAB, 48), nn.Linear(48, modules.VOCAB)
+        self.taps, self.bias = nn.Parameter(torch.ones(48, 48 // groups, 4)), nn.Parameter(torch.ones(48))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.curve(self.embed(ids).transpose(1, 2), self.taps, self.bias).transpose(1, 2))
+
+
+CONVOLUTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "cut at the length": lambda x, w, b: F.conv1d(x, w, b, padding=3, groups=48)[..., : x.shape[-1]],
+    "cut from the end": lambda x, w, b: F.conv1d(x, w, b, padding=3, groups=48)[:, :, :-3],
+    "without bias": lambda x, w, b: F.conv1d(x, w, padding=3, groups=48)[:, :, :-3],
+    "zeros before it": lambda x, w, b: F.conv1d(F.pad(x, (3, 0)), w, b, groups=48),
+}
+OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "the last results": lambda x, w, b: F.conv1d(x, w, b, padding=3, groups=48)[:, :, 3:],
+    "results in the middle": lambda x, w, b: F.conv1d(x, w, b, padding=3, groups=48)[:, :, 1:-2],
+    "fewer zeros": lambda x, w, b: F.pad(F.conv1d(x, w, b, padding=2, groups=48)[:, :, :-1], (0, 0)),
+    "zeros on both sides": lambda x, w, b: F.conv1d(F.pad(x, (2, 1)), w, b, groups=48),
+    "ones before it": lambda x, w, b: F.conv1d(F.pad(x, (3, 0), value=1.0), w, b, groups=48),
+    "the first token before it": lambda x, w, b: F.conv1d(F.pad(x, (3, 0), mode="replicate"), w, b, groups=48),
+    "every second token": lambda x, w, b: F.conv1d(F.pad(x, (6, 0)), w, b, groups=48, dilation=2),
+    "of a norm over tokens": lambda x, w, b: F.conv1d(F.pad(x - x.mean(-1, keepdim=True), (3, 0)), w, b, groups=48),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_of_torch(name: str) -> None:
+    graph = right(modules.randomized(Convolved(CONVOLUTIONS[name])))
+    assert len(graph.calls("causal_conv")) == 1
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_convolutions(name: str) -> None:
+    with pytest.raises(UnsupportedError):
+        raise_module(modules.randomized(Convolved(OTHERS[name])))
+
+
+def test_a_convolution_that_mixes_features() -> None:
+    module = Convolved(lambda x, w, b: F.conv1d(F.pad(x, (3, 0)), w, b, groups=24), 24)
+    with pytest.raises(UnsupportedError, match=r"conv1d|pad"):
+        raise_module(modules.randomized(module))

@@ -1,0 +1,123 @@
+"""Attention over latents on GPUs: interpreted against the graph's reference, in any steps, and compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from qcompile.codegen.gpu.append import AppendSpec
+from qcompile.codegen.gpu.attention_latent import LatentSpec, shape_for
+from qcompile.codegen.gpu.compile import compile_kernel
+from qcompile.codegen.gpu.kv_pages import GpuKV
+from qcompile.codegen.gpu.plan import make_plan
+from qcompile.codegen.gpu.router import BlocksSpec, EverySpec
+from qcompile.errors import UnsupportedError
+from qcompile.targets import TARGETS
+from tests.support.graphs import latent, step_inputs
+from tests.support.interpreted import interpreted, needs_triton
+from tests.support.lowering import gpu_program
+from tests.support.tiny import Chunk
+
+VOCAB = 64
+NEAR = {"bf16 kv16": 0.01, "w8a8 kv16": 0.02, "bf16 kv8": 0.02, "bf16 kv4": 0.06}
+"""Relative errors: values are rounded to bf16, or to codes, which may fall on the other side of an edge."""
+
+
+def lowered(recipe: str, format: str, **shape: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """The last graph of a decoder with latent attention, its program, and its packed weights."""
+    sizes = {"vocab": VOCAB, "hidden": 64, "heads": 8, "plain": 32, "turned": 16, "narrow": 32, "rank": 64} | shape
+    return gpu_program(latent(**sizes), recipe, {"cache.format": format})
+
+
+def interpret_steps(recipe: str, format: str, **shape: Any) -> None:
+    """A long text as the reference has it; its rows in any step, of any length and with others, have the same bits."""
+    from tests.support.gpu_interpreter import Interpreter
+
+    graph, program, blobs = lowered(recipe, format, **shape)
+    assert program.kv.value is not None
+    plan = make_plan(program, TARGETS["h200"], split=64, inline_asm=False)
+    length = 100
+    ids = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+    inputs = step_inputs(ids, None, graph)
+    want = graph.run(*inputs)[0].view(2, length, -1)
+    pages = inputs[3].tolist()
+    machine = Interpreter(program, plan, blobs, rows=224)
+    got, _ = machine.step([Chunk(ids[s].tolist(), 0, pages[s]) for s in range(2)])  # programs for prompts
+    got = got.view(2, length, -1)
+    error = ((got.double() - want).norm() / want.norm()).item()
+    assert error < NEAR[f"{recipe} {format}"], error
+    again = Interpreter(program, plan, blobs, rows=224)
+    for start, end in ((0, 70), (70, 71), (71, 90), (90, 100)):
+        again.forget()
+        part, _ = again.step([Chunk(ids[0, start:end].tolist(), start, pages[0])])
+        # Here products of bf16 with few slots are summed by another kernel than with many; on a GPU none differs.
+        assert torch.allclose(part, got[0, start:end], rtol=0, atol=1e-5), (start, end)
+    alone = again.step([Chunk(ids[0, 99:].tolist(), 99, pages[0]), Chunk(ids[1, :1].tolist(), 0, pages[1])])[0]
+    assert torch.allclose(alone[0], got[0, 99], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", NEAR)
+def test_steps_over_latents_interpreted(case: str) -> None:
+    interpreted(__name__, f"interpret_steps({', '.join(map(repr, case.split()))})")
+
+
+def test_odd_sizes_interpreted() -> None:
+    """Features that fill no block, and more heads than a program's rows."""
+    interpreted(__name__, "interpret_steps('bf16', 'kv8', heads=36, rank=96, turned=8, plain=64)")
+
+
+def interpret_every_expert() -> None:
+    """Slots in the order of experts, as sorting finds it."""
+    import triton.runtime  # noqa: F401  (chooses the interpreter)
+
+    from qcompile.codegen.gpu import compile as gpu_compile
+
+    experts, tokens = 5, 7
+    index = torch.full((tokens, 32), -1, dtype=torch.int32)
+    gpu_compile.load(EverySpec(experts, 32).kernel(80))[(tokens, 1, 1)](index)
+    assert torch.equal(index[:, :experts], torch.arange(experts, dtype=torch.int32).expand(tokens, -1))
+    found = []
+    for every in (False, True):
+        spec = BlocksSpec(experts, experts, 32, 4, 16, every)
+        order = torch.full((tokens * experts,), -1, dtype=torch.int32)
+        blocks = torch.full((spec.list, 3), -1, dtype=torch.int32)
+        gpu_compile.load(spec.kernel(80))[(experts, 1, 1)](index, order, blocks, tokens)
+        found.append((order, blocks[blocks[:, 0] >= 0]))
+    for sorted_one, direct in zip(*found, strict=True):
+        assert torch.equal(sorted_one, direct)
+
+
+def test_every_expert_interpreted() -> None:
+    interpreted(__name__, "interpret_every_expert()")
+
+
+@pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("format", ["kv16", "kv8", "kv4"])
+def test_compiled_for_every_architecture(target: str, heads: int, format: str) -> None:
+    """At DeepSeek-V3's sizes: matrix instructions, shared memory that fits, no more spills than stated."""
+    needs_triton()
+    gpu = TARGETS[target]
+    kv = GpuKV(format, 1, 576, leaves=1, value=(64, 576))
+    for cut in ("split", "whole"):
+        spec = LatentSpec(kv, heads, heads * 576 + 576, 0.1, cut=cut)  # type: ignore[arg-type]
+        spec = shape_for(spec, gpu.capability, gpu.shared_bytes)
+        found = compile_kernel(spec.kernel(gpu.capability), gpu.capability)
+        assert found.matrix and found.shared_bytes <= gpu.shared_bytes
+
+
+@pytest.mark.parametrize("format", ["kv16", "kv8", "kv4"])
+def test_appends_are_compiled(format: str) -> None:
+    needs_triton()
+    kv = GpuKV(format, 1, 576, leaves=1, value=(64, 576))
+    for tokens in (1, 8):
+        spec = AppendSpec(kv, 128, 129 * 576, 0, 128 * 576, None, rotary_dim=64, tokens=tokens)
+        assert compile_kernel(spec.kernel(90), 90).cubin
+
+
+def test_other_shapes_are_refused() -> None:
+    for heads, dim, value in ((2, 576, (64, 576)), (1, 576, (64, 500)), (1, 1088, (64, 1088)), (1, 33, (8, 33))):
+        with pytest.raises(UnsupportedError, match="GPU attention takes one key head"):
+            GpuKV("kv16", heads, dim, value=value)
