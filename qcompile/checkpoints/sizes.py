@@ -49,8 +49,10 @@ def check_sizes(path: Path, raw: Mapping[str, Any], classes: Mapping[str, Any]) 
     for place, part in _text_parts(raw):
         kind = classes[part["model_type"]] if part.get("model_type") in classes else None
         fields = _Fields(f"{path}: {place}", part, getattr(kind, "attribute_map", {}))
+        dense = any(fields.size(name) == 0 for name in EXPERTS)  # without experts, none are chosen
         for name, limit in POSITIVE.items():
-            fields.require_positive(name, limit)
+            if not (dense and name in CHOSEN and fields.size(name) == 0):
+                fields.require_positive(name, limit)
         for name, value in part.items():
             _check_number(f"{path}: {place}{name}", name, value)
         for name in ("rope_parameters", "rope_scaling"):

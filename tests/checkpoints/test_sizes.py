@@ -112,6 +112,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
         "num_experts_per_tok must be at most num_local_experts 4, is 5",
     ),
+    "no choice": ({"num_local_experts": 4, "num_experts_per_tok": 0}, "num_experts_per_tok must be positive, is 0"),
     "groups of experts": (
         {"model_type": "deepseek_v3", "n_routed_experts": 6, "n_group": 4},
         "n_group must divide n_routed_experts 6, is 4",
@@ -135,6 +136,10 @@ def test_refused_by_name(case: str, tmp_path: Path) -> None:
     with pytest.raises(QCompileError, match=message) as raised:
         huggingface.load(tmp_path, weights=False)
     assert raised.value.exit_code == 2 and "\n" not in str(raised.value)
+
+
+def test_without_experts_none_are_chosen(tmp_path: Path) -> None:
+    check_sizes(tmp_path, {"num_local_experts": 0, "num_experts_per_tok": 0}, {})
 
 
 def test_a_text_part_is_checked(tmp_path: Path) -> None:
