@@ -38,6 +38,7 @@ class Limits(NamedTuple):
 
     max_tokens: most rows of a step. vocab: size of the vocabulary. page_tokens: positions of a KV page. max_position:
     most positions of a sequence. ring_tokens: positions of the ring of a hierarchical cache, 0 for other caches.
+    slots: of recurrent states, one for each request that runs at once, on a GPU.
     """
 
     max_tokens: int
@@ -45,6 +46,7 @@ class Limits(NamedTuple):
     page_tokens: int
     max_position: int
     ring_tokens: int = 0
+    slots: int = 0
 
     def pages_for(self, tokens: int) -> int:
         """Number of KV pages that `tokens` positions take."""

@@ -53,9 +53,11 @@ def plan(programs: Mapping[str, Program], target: Target, lookup: bool = False) 
 
 def with_rounds(plans: Mapping[str, LaunchPlan], lookup: bool) -> dict[str, LaunchPlan]:
     """The plans, that of `model` with the launches of speculation rounds if another path or n-gram lookup drafts."""
-    drafted, alone = len(plans) > 1 or lookup, len(plans) == 1 and lookup
-    rounds, looking_up = round_launches() if drafted else (), (lookup_launch(),) if alone else ()
-    return {**plans, "model": replace(plans["model"], rounds=rounds, lookup=looking_up)}
+    model, drafts = plans["model"], [plan for name, plan in plans.items() if name != "model"]
+    states, draft_states = model.slot_bytes > 0, any(draft.slot_bytes for draft in drafts)
+    rounds = round_launches(states, draft_states) if drafts or lookup else ()
+    looking_up = (lookup_launch(),) if lookup and not drafts else ()
+    return {**plans, "model": replace(model, rounds=rounds, lookup=looking_up)}
 
 
 def _compiled(

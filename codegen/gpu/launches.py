@@ -102,6 +102,7 @@ class LaunchPlan:
 
     `feedback` passes the tokens of a step to the next one of the same rows, `follow` to one of other rows. `rounds` has
     the launch before and the one after verification in a speculation round, `lookup` the n-gram drafts of a round.
+    `slot_bytes`: of a sequence's recurrent states, if there are any.
     """
 
     target: Target
@@ -112,6 +113,7 @@ class LaunchPlan:
     follow: tuple[Launch, ...] = ()
     rounds: tuple[Launch, ...] = ()
     lookup: tuple[Launch, ...] = ()
+    slot_bytes: int = 0
 
     @property
     def limits(self) -> SplitLimits:
@@ -155,7 +157,8 @@ class LaunchPlan:
             "most_rows": MOST_ROWS,
             **self.limits.facts,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
-            "layer_page_bytes": [kv.heads * kv.block_bytes for kv in self.kvs],
+            "layer_page_bytes": [kv.heads * kv.block_bytes for kv in self.kvs[: program.kv.layers]],
+            "slot_bytes": self.slot_bytes,
             "peaks": dict(peaks),
             "scratch": {name: size._asdict() for name, size in self.scratch.items()},
             "kernels": kernels,

@@ -116,6 +116,13 @@ class CacheRef(Operand):
     layer: int
 
 
+@dataclass(frozen=True)
+class SlotsRef(Operand):
+    """Address of the slots of recurrent states."""
+
+    kind: ClassVar[str] = "slots"
+
+
 class CountRef(NamedOperand):
     """A count of the step."""
 

@@ -35,6 +35,7 @@ from qcompile.codegen.gpu import (
     gemm_launches,
     router_launches,
     row_launches,
+    state_launches,
 )
 from qcompile.codegen.gpu.attention_splits import MIN_LEAF_POSITIONS
 from qcompile.codegen.gpu.context import PlanContext
@@ -45,8 +46,12 @@ from qcompile.codegen.gpu.kv_pages import LEAVES, GpuKV
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.rounds import feedback_launch, follow_launch
 from qcompile.codegen.program import Program
+from qcompile.codegen.state_calls import ConvStep, RecurrenceStep
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.targets import Target
+
+WITHOUT_ATTENTION = GpuKV("kv16", 1, 4)
+"""Stands for the layout of pages where no layer has any."""
 
 
 def kv_of(program: Program, layer: int) -> GpuKV:
@@ -61,13 +66,14 @@ def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool
     Attention splits have `split` positions; 0 takes the number from codegen/gpu/gemm/tiles.py. `inline_asm` False gives
     kernels for Triton's interpreter. Raises UnsupportedError naming the call that has no GPU kernel.
     """
-    layers = [kv_of(program, layer) for layer in range(program.kv.layers)]
+    layers = [kv_of(program, layer) for layer in range(program.kv.layers)] or [WITHOUT_ATTENTION]
     split = split or min(tiles.split_positions(kv) for kv in layers)
     kvs = tuple(replace(kv, leaves=max(1, min(kv.leaves, split // MIN_LEAF_POSITIONS))) for kv in layers)
     program = fuse(program)
     context = PlanContext(program, kvs, split, target, inline_asm)
     launches = tuple(launch for call in program.calls for launch in launches_of(context, call))
-    return LaunchPlan(target, kvs, split, launches, (feedback_launch(),), (follow_launch(),))
+    around = (feedback_launch(),), (follow_launch(),)
+    return LaunchPlan(target, kvs, split, launches, *around, slot_bytes=program.states.slot_bytes)
 
 
 def launches_of(context: PlanContext, call: Call) -> tuple[Launch, ...]:
@@ -111,6 +117,8 @@ _LAUNCHES: Mapping[type[Call], Callable[[PlanContext, Any], Iterator[Launch]]] =
     Attention: attention_launches.attention,
     Combine: router_launches.combine,
     EveryExpert: router_launches.every_expert,
+    ConvStep: state_launches.conv_step,
+    RecurrenceStep: state_launches.recurrence_step,
     fused.GatedQuantize: row_launches.gated_quantize,
     fused.GatedHadamard: row_launches.hadamard,
     fused.MeasuredQuantize: measured_quantize,

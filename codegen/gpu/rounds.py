@@ -42,23 +42,26 @@ def _of_tokens(name: str, *inputs: str) -> Launch:
     return Launch(name, "tokens", (variant,))
 
 
-def round_launches() -> tuple[Launch, Launch]:
-    """The launches before and after verification in a speculation round."""
-    operands: Operands = {name: InputRef(name) for name in ("token_ids", "positions", "argmax")}
+def round_launches(states: bool = False, draft_states: bool = False) -> tuple[Launch, Launch]:
+    """The launches before and after verification in a speculation round.
+
+    `states` and `draft_states`: the target or a draft has recurrent states, and needs to know what is certain.
+    """
+    operands: Operands = {name: InputRef(name) for name in ("token_ids", "positions", "argmax", "certain")}
     operands |= {name: StateRef(name) for name in _ROUND_STATE}
-    operands |= {f"draft_{name}": DraftRef(name) for name in ("token_ids", "positions", "counter")}
+    operands |= {f"draft_{name}": DraftRef(name) for name in ("token_ids", "positions", "counter", "certain")}
     operands |= {"decoded": DraftRef("decoded"), "S": CountRef("sequences"), "Q": CountRef("queries")}
-    rows = ("last", "place", "decoded", "token_ids", "positions")
+    rows = ("last", "place", "decoded", "token_ids", "positions", *("left", "certain") * states)
     accept = ("argmax", "decoded", *_ROUND_STATE, "draft_token_ids", "draft_positions", "draft_counter")
     return (
-        _round_launch("round_rows", rows, operands, accept=False),
-        _round_launch("round_accept", accept, operands, accept=True),
+        _round_launch("round_rows", rows, operands, accept=False, states=states),
+        _round_launch("round_accept", (*accept, *("draft_certain",) * draft_states), operands, True, draft_states),
     )
 
 
-def _round_launch(name: str, pointers: Sequence[str], operands: Operands, accept: bool) -> Launch:
+def _round_launch(name: str, pointers: Sequence[str], operands: Operands, accept: bool, states: bool) -> Launch:
     arguments = _arguments(pointers, "S", "Q")
-    values = {"name": name, "arguments": arguments, "accept": accept, "most": MOST_ROWS}
+    values = {"name": name, "arguments": arguments, "accept": accept, "states": states, "most": MOST_ROWS}
     kernel = Kernel(name, render_template("speculation_round.py.jinja", **values), arguments, 4, 1)
     return Launch(name, "sequences", (Variant(kernel, (1, 1, 1), operands),))
 

@@ -33,8 +33,8 @@ class CudaExecutor:
     """An opened model on a GPU. `step` and `decode` block until the GPU is done. Not safe for two threads.
 
     `plan` is the parsed plan, `functions` its kernels by label, `weights` addresses on the GPU by name. A draft path
-    uses the cache of the path that it drafts for, `leader`, or with `own_cache` one of its own with as many pages.
-    Raises ResourceError when memory is short.
+    uses the cache of the path that it drafts for, `leader`, or with `own_cache` one of its own with as many pages; so
+    for recurrent states. Raises ResourceError when memory is short.
     """
 
     threads, state_slots, draws, overlaps = 0, 0, True, True
@@ -56,8 +56,10 @@ class CudaExecutor:
             raise UsageError(f"{limits.max_tokens} rows a step, the artifact's kernels take {plan['most_rows']}")
         self.driver, self.plan, self.limits, self.kv_pages = driver, plan, limits, kv_pages
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
+        self.state_slots = limits.slots if plan["slot_bytes"] else 0
         self.memory = DeviceMemory(driver, plan, limits, kv_pages)
-        self.inputs = StepInputs(driver, plan, limits, self.memory, spare=kv_pages)
+        # A draft path computes the last certain position again in a round (runtime/cuda/speculate.py).
+        self.inputs = StepInputs(driver, plan, limits, self.memory, spare=kv_pages, repeated=int(own_cache))
         self.launcher = Launcher(driver, plan, functions, weights, self.memory, self.address)
         # A step may be queued while the one before it runs: its inputs and tokens take turns in the host's memory.
         self._tokens = PinnedNumbers(driver), PinnedNumbers(driver)
@@ -75,7 +77,9 @@ class CudaExecutor:
     def _allocate(self, leader: CudaExecutor | None, own_cache: bool) -> None:
         self.driver.use()
         self.memory.allocate_activations()
-        self.memory.allocate_cache(leader.memory.cache if leader and not own_cache else 0)
+        shared = leader.memory if leader and not own_cache else None
+        self.memory.allocate_cache(shared.cache if shared else 0)
+        self.memory.allocate_states(self.state_slots, shared.states if shared else 0)
         self.inputs.open()
         for tokens in self._tokens:
             tokens.open(max(self.memory.rows, MOST_DECODED))

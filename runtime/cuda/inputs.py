@@ -14,6 +14,8 @@ from qcompile.runtime.step import Limits, Rows
 
 _NAMES = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start", "prompt_start")
 """Arrays of at most one number a row, and some more; the block table follows them."""
+_STATE_NAMES = ("state_slots", "certain")
+"""More of these arrays, of one number a sequence, for paths with recurrent states."""
 
 
 class Written(NamedTuple):
@@ -31,11 +33,23 @@ class Written(NamedTuple):
 class StepInputs:
     """Input arrays on the GPU. A step may be queued while the one before it runs, so two host copies take turns."""
 
-    def __init__(self, driver: Driver, plan: dict[str, Any], limits: Limits, memory: DeviceMemory, spare: int) -> None:
-        """`spare` is the first page past the cache's, for positions that no page of a sequence holds."""
-        self._plan, self._limits, self._memory, self._spare = plan, limits, memory, spare
+    def __init__(
+        self,
+        driver: Driver,
+        plan: dict[str, Any],
+        limits: Limits,
+        memory: DeviceMemory,
+        spare: int,
+        repeated: int = 0,
+    ) -> None:
+        """`spare` is the first page past the cache's, for positions that no page of a sequence holds.
+
+        The last `repeated` certain positions of a sequence may be computed again, so recurrent states go back to them.
+        """
+        self._plan, self._limits, self._memory, self._spare, self._repeated = plan, limits, memory, spare, repeated
         self._most_pages = power_of_two(limits.pages_for(limits.max_position + MOST_DRAFTS))
-        self._offsets = {name: i * (memory.rows + 4) for i, name in enumerate((*_NAMES, "block_table"))}
+        names = _NAMES + _STATE_NAMES * (plan["slot_bytes"] > 0)
+        self._offsets = {name: i * (memory.rows + 4) for i, name in enumerate((*names, "block_table"))}
         self._hosts = PinnedNumbers(driver), PinnedNumbers(driver)
         self._address = 0
 
@@ -73,12 +87,21 @@ class StepInputs:
             "query_start": starts,
             "prompt_start": starts[decoding.sequences :],
         }
+        if "certain" in self._offsets:
+            values["state_slots"] = [rows.slot for rows in sequences]
+            values["certain"] = [self._certain(rows) for rows in sequences]
         host = self._hosts[turn].begin()
         for name, items in values.items():
             host[self._offsets[name] : self._offsets[name] + len(items)] = items
         self._write_pages(host, sequences, need, stride)
         self._hosts[turn].send(self._address, self._offsets["block_table"] + len(sequences) * stride)
         return Written(starts[-1], len(values["output_rows"]), stride, max(lengths), decoding, prompts)
+
+    def _certain(self, rows: Rows) -> int:
+        """Leading positions that enter the base of recurrent states."""
+        if not self._repeated:
+            return rows.certain  # beyond the rows, as far as decoding goes
+        return max(0, min(rows.certain, rows.start + len(rows.tokens)) - self._repeated)
 
     def _write_pages(self, host: Any, sequences: Sequence[Rows], need: Sequence[int], stride: int) -> None:
         """Write the block table: each sequence's pages, and spare pages up to those that it needs."""

@@ -139,6 +139,8 @@ class Launcher:
             return int(operand["value"])
         if kind == "cache":
             return self._memory.layer(operand["layer"])
+        if kind == "slots":
+            return self._memory.states
         if kind == "activation":
             return self._memory.activation(operand)
         name, past = operand["name"], operand.get("past")

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcompile.artifact.hashes import damaged, file_problem, listed_file
 from qcompile.artifact.layout import Manifest
+from qcompile.errors import ResourceError, UnsupportedError
 from qcompile.runtime.cuda.driver import Driver, driver
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.memory import pages_in
@@ -46,15 +47,18 @@ def open_cuda(
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
     sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
-    limits = Limits(*sizes, kv.get("ring_tokens") or 0)
+    limits = Limits(*sizes, kv.get("ring_tokens") or 0, max_batch)
     small = _read_other_files(root, manifest)
     levels = runtime.get("levels") or [] if drafts else []
     paths = [level for level in levels if "library" in level]
     plans = [json.loads(small[path["library"]]) for path in (runtime, *paths)]
     page_bytes = kv["page_bytes"] + sum(path["kv"]["page_bytes"] for path in paths if path.get("kv"))
-    most_pages = max_batch * limits.pages_for(limits.max_position)
-    if kv_cache_bytes is not None:
-        most_pages, memory_share = requested_pages(kv_cache_bytes, page_bytes), 1.0
+    slot_bytes = sum(
+        plan.get("slot_bytes", 0) for plan, path in zip(plans, (runtime, *paths), strict=True) if path.get("kv")
+    )
+    room = _Room(page_bytes, slot_bytes, max_batch * limits.pages_for(limits.max_position), memory_share)
+    if kv_cache_bytes is not None and page_bytes:
+        room = room._replace(most_pages=requested_pages(kv_cache_bytes, page_bytes), memory_share=1.0)
     with ExitStack() as undo:
         # On failure all memory is freed: a smaller model may fit then.
         held: list[int] = []
@@ -62,7 +66,9 @@ def open_cuda(
         undo.callback(_free, gpu, held, modules)
         functions = _load_kernels(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
         weights = _upload_weights(gpu, root, manifest, held)
-        target = _open_target(gpu, plans, functions, weights, limits, page_bytes, most_pages, memory_share)
+        if any(plan.get("slot_bytes") for plan in plans):
+            raise UnsupportedError("models with recurrent states do not run on GPUs yet")
+        target = _open_target(gpu, plans, functions, weights, limits, room)
         undo.pop_all()
         target.adopt(held, modules)
         if not levels:
@@ -78,6 +84,16 @@ def open_cuda(
         drafter = _drafter(root, manifest["files"], target, levels, opened, tokenizer)
         undo.pop_all()
     return target, drafter
+
+
+class _Room(NamedTuple):
+    """What caches and states may take: bytes of a page and of a slot over all paths, most pages, and the share of the
+    GPU's memory that may be used."""
+
+    page_bytes: int
+    slot_bytes: int
+    most_pages: int
+    memory_share: float
 
 
 def _level(
@@ -128,14 +144,19 @@ def _open_target(
     functions: dict[str, int],
     weights: dict[str, int],
     limits: Limits,
-    page_bytes: int,
-    most_pages: int,
-    memory_share: float,
+    room: _Room,
 ) -> CudaExecutor:
-    """Open the target's executor, with as many cache pages as fit, each of `page_bytes` over all paths."""
+    """Open the target's executor, with as many cache pages as fit beside the recurrent states."""
     free, total = gpu.memory()
-    rest = free - int(total * (1 - memory_share)) - sum(_executor_bytes(plan, limits) for plan in plans)
-    pages = pages_in(max(rest, 0), page_bytes, most_pages, 1.0)
+    rest = free - int(total * (1 - room.memory_share)) - sum(_executor_bytes(plan, limits) for plan in plans)
+    states = limits.slots * room.slot_bytes
+    if states > max(rest, 0):
+        fits = max(rest, 0) // room.slot_bytes
+        raise ResourceError(
+            f"the recurrent states of {limits.slots} requests take {states:,} bytes of GPU memory, which has room for"
+            f" those of {fits}: lower max_batch"
+        )
+    pages = pages_in(max(rest, 0) - states, room.page_bytes, room.most_pages, 1.0)
     return CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
 
 

@@ -45,6 +45,8 @@ class DeviceMemory:
         self.layer_places = [pages * each for each in accumulate(plan["layer_page_bytes"], initial=0)]
         """Where the cache of each layer begins, in bytes, and where the last one ends."""
         self.cache = 0
+        self.states = 0
+        """Address of the slots of recurrent states."""
         self.scratch: dict[str, Scratch] = dict.fromkeys(plan["scratch"], Scratch())
         self.results: dict[str, int] = {}
         """Addresses of a step's results: `argmax`, `decoded` and `logits`."""
@@ -67,8 +69,14 @@ class DeviceMemory:
             self._arenas[name] = self.allocate(self.rows * size, "activations")
 
     def allocate_cache(self, shared: int = 0) -> None:
-        """Allocate the KV cache, or use the one at `shared`."""
-        self.cache = shared or self.allocate(self.layer_places[-1], "the KV cache")
+        """Allocate the KV cache, or use the one at `shared`; none if there is no attention."""
+        if size := self.layer_places[-1]:
+            self.cache = shared or self.allocate(size, "the KV cache")
+
+    def allocate_states(self, slots: int, shared: int = 0) -> None:
+        """Allocate `slots` slots of recurrent states, or use those at `shared`; none if the path has no states."""
+        if size := slots * self._plan["slot_bytes"]:
+            self.states = shared or self.allocate(size, "recurrent states")
 
     def allocate_results(self, shared_logits: int = 0) -> None:
         """Allocate the results of steps; logits may be shared with another path."""
@@ -147,7 +155,7 @@ class PinnedNumbers:
 
 def pages_in(free: int, page_bytes: int, most: int, share: float) -> int:
     """KV pages that fit into `share` of `free` bytes, at most `most`. Raises ResourceError when not one fits."""
-    pages = min(most, int(free * share) // page_bytes)
+    pages = min(most, int(free * share) // page_bytes) if page_bytes else most  # without attention, pages are empty
     if pages < 1:
         raise ResourceError(f"no GPU memory for one KV page of {page_bytes:,} bytes")
     return pages

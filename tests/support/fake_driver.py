@@ -126,6 +126,7 @@ PLAN: dict[str, Any] = {
     "near_splits": 1,
     "arena_bytes": {"tokens": 100, "outputs": 10},
     "layer_page_bytes": [512, 512],
+    "slot_bytes": 0,
     "text_tokens": 4096,
     "weights": 1,
     "peaks": {"memory_gb_s": 1, "int8_gops": 2, "f32_gflops": 3, "bf16_gflops": 4},

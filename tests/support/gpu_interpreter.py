@@ -22,6 +22,7 @@ from qcompile.codegen.gpu.operands import (
     NumberRef,
     Operand,
     ScratchRef,
+    SlotsRef,
     WeightRef,
     grid_size,
 )
@@ -34,9 +35,20 @@ _TYPES |= {"*fp64": torch.float64, "*i64": torch.int64}
 
 
 class Interpreter:
-    """Memory of one opened plan: activations for `rows` rows, `pages` KV pages of garbage, scratch as asked for."""
+    """Memory of one opened plan: activations for `rows` rows, `pages` KV pages of garbage, scratch as asked for.
 
-    def __init__(self, program: Program, plan: LaunchPlan, blobs: Mapping[str, Tensor], rows: int = 64, pages: int = 8):
+    Recurrent states have `slots` slots of garbage.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: LaunchPlan,
+        blobs: Mapping[str, Tensor],
+        rows: int = 64,
+        pages: int = 8,
+        slots: int = 3,
+    ):
         self.plan, self.rows, self.vocab = plan, rows, program.vocab_size
         # Poisoned: what is read before it is written shows as NaN.
         self.arena = {r: _poison(rows * program.arena_bytes(r)) for r in ("tokens", "outputs")}  # type: ignore[arg-type]
@@ -48,6 +60,7 @@ class Interpreter:
             pages * each for each in accumulate((kv.heads * kv.block_bytes for kv in plan.kvs), initial=0)
         ]
         self.kv = _poison(self.layer_places[-1])
+        self.states = _poison(slots * program.states.slot_bytes)
         self.work: dict[str, Tensor] = {}
         limits = plan.limits
         self.fine, self.few, self.shares = limits.fine_splits, limits.few_splits, limits.shares
@@ -93,6 +106,8 @@ class Interpreter:
             "row_sequence": [s for s, c in enumerate(chunks) for _ in c.tokens],
             "block_table": [page for c in chunks for page in [*c.pages, *[0] * (stride - len(c.pages))]],
             "output_rows": wanted,
+            "state_slots": [c.slot for c in chunks],
+            "certain": [c.certain for c in chunks],
             "argmax": [-1] * len(wanted),
         }
         self.inputs |= {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
@@ -138,6 +153,8 @@ class Interpreter:
     def _memory(self, operand: Operand) -> Tensor:
         if isinstance(operand, ActivationRef):
             return self.arena[operand.rows][self.rows * operand.bytes_per_row + operand.column_bytes :]
+        if isinstance(operand, SlotsRef):
+            return self.states
         if isinstance(operand, CacheRef):
             return self.kv[self.layer_places[operand.layer] : self.layer_places[operand.layer + 1]]
         assert isinstance(operand, ScratchRef)

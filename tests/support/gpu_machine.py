@@ -145,7 +145,7 @@ class Machine:
         planned = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts)
         kv = planned.program.kv
         sizes = max_tokens, planned.program.vocab_size, kv.page_tokens, planned.program.max_position
-        self.limits = Limits(*sizes, kv.ring_tokens)
+        self.limits = Limits(*sizes, kv.ring_tokens, slots=8)
         self.weights = {
             name: self.driver.keep(blob.clone())
             for weight in planned.weights

@@ -227,11 +227,16 @@ def attend_hier(t: Tiny, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of one sequence in a step: `tokens` from position `start`, its pages."""
+    """Rows of one sequence in a step: `tokens` from position `start`, its pages, and its slot of recurrent states.
+
+    `certain` leading positions will not be taken back.
+    """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
+    slot: int = 0
+    certain: int = (1 << 31) - 1
 
 
 class Runner:

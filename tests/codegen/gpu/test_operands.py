@@ -30,6 +30,7 @@ JSON = [
     (operands.InputRef("table", ("a", "b")), {"kind": "input", "name": "table", "past": ["a", "b"]}),
     (operands.ScratchRef("sums", 64, ("tokens",)), {"kind": "scratch", "name": "sums"}),
     (operands.CacheRef(3), {"kind": "cache", "layer": 3}),
+    (operands.SlotsRef(), {"kind": "slots"}),
     (operands.CountRef("tokens"), {"kind": "count", "name": "tokens"}),
     (operands.NumberRef(7), {"kind": "number", "value": 7}),
     (operands.DraftRef("decoded"), {"kind": "draft", "name": "decoded"}),

@@ -1,0 +1,144 @@
+"""GPU kernels of recurrent states: short convolutions and linear recurrences (slots: qcompile/formats/states.py).
+
+A program of a recurrence holds a tile of one sequence's state in registers. It replays the log, then computes the
+sequence's rows one after the other, while it loads the operands of the next ones. One kernel serves decoding,
+verification and prompts, so that a row's arithmetic does not depend on the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
+from qcompile.codegen.sizes import power_of_two, round_up
+from qcompile.errors import UnsupportedError
+from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState
+
+TILE = 2048
+"""Numbers of a state that a warp holds."""
+SCAN_TILE = 1024
+"""The same where each number has a factor of its own, which takes an exponential."""
+MOST_KEYS = 4096
+"""Most key features, so that a column of a state fits into the registers of few warps."""
+FUSED_ROWS = LOG_TOKENS
+"""Most rows of a sequence for which a convolution's rows may store to the ring that others of them read."""
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """A causal convolution over rows, one program for each row and BLOCK features of x [tokens, x_stride], f32.
+
+    With `computes` it computes out [tokens, out_stride], with `keeps` it stores the inputs to the ring at number
+    `state` of slots of `slot_numbers`; in steps with more than FUSED_ROWS rows of a sequence only one of both.
+    """
+
+    layer: ConvState
+    x_stride: int
+    out_stride: int
+    state: int
+    slot_numbers: int
+    bias: bool = False
+    computes: bool = True
+    keeps: bool = True
+
+    BLOCK = 512
+
+    @property
+    def title(self) -> str:
+        """Title of the generated source."""
+        done = ["Convolution"] * self.computes + ["ring"] * self.keeps
+        return f"{' and '.join(done)} of {self.layer.features} features, {self.layer.width} taps"
+
+    @property
+    def padded_features(self) -> int:
+        """Numbers of a tap's weights."""
+        return round_up(self.layer.features, 16)
+
+    @property
+    def programs(self) -> int:
+        """Programs per row."""
+        return -(-self.layer.features // self.BLOCK)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        names = ["x", "states", *["out", "weight"] * self.computes, *["bias"] * (self.computes and self.bias)]
+        arguments = [Argument(name, "*fp32") for name in names]
+        arguments += [Argument(name, "*i32") for name in ("row_sequence", "positions", "query_start", "state_slots")]
+        name = "_".join(["conv", *["step"] * self.computes, *["keep"] * (not self.computes)])
+        pdl = capability >= 90
+        values: dict[str, Any] = {"spec": self, "name": name, "arguments": arguments, "pdl": pdl}
+        return Kernel(name, render_template("conv_step.py.jinja", **values), tuple(arguments), 4, 1, pdl)
+
+
+@dataclass(frozen=True)
+class RecurrenceSpec:
+    """A linear recurrence over rows, from the part of each slot at number `state`; all operands f32.
+
+    `strides` are the rows' distances in the operands q, k, v, decay, and gain if there is one. A program has a tile
+    [key features, `columns`] of a sequence's state: value features of one head, or heads if values have one feature.
+    """
+
+    layer: RecurrenceState
+    strides: dict[str, int]
+    out_stride: int
+    state: int
+    slot_numbers: int
+    delta: bool
+    rates: Literal["", "heads", "keys"] = ""
+
+    AHEAD = 2
+    """Tokens whose operands are loaded before they are needed."""
+
+    def __post_init__(self) -> None:
+        if self.layer.key_dim > MOST_KEYS:
+            raise UnsupportedError(f"{self.layer.key_dim} key features: GPU recurrences take at most {MOST_KEYS}")
+
+    @property
+    def title(self) -> str:
+        """Title of the generated source."""
+        layer = self.layer
+        return f"Recurrence of {layer.heads} heads, states of {layer.key_dim} x {layer.value_dim}"
+
+    @property
+    def gain(self) -> bool:
+        """Whether updates have a gain."""
+        return "gain" in self.strides
+
+    @property
+    def scan(self) -> bool:
+        """Whether a program's columns are heads."""
+        return self.layer.value_dim == 1
+
+    @property
+    def keys(self) -> int:
+        """Key features, rounded up to a power of two."""
+        return power_of_two(self.layer.key_dim)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a program's tile."""
+        every = self.layer.heads if self.scan else self.layer.value_dim
+        return min(power_of_two(every), max((SCAN_TILE if self.scan else TILE) // self.keys, 4), 128)
+
+    @property
+    def padded_heads(self) -> int:
+        """Numbers of a key feature's transposed rates."""
+        return round_up(self.layer.heads, 16)
+
+    @property
+    def programs(self) -> tuple[int, int]:
+        """Programs per sequence, as two sizes of a grid."""
+        blocks = -(-(self.layer.heads if self.scan else self.layer.value_dim) // self.columns)
+        return (blocks, 1) if self.scan else (self.layer.heads, blocks)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        names = [*self.strides, *["rates"] * bool(self.rates), "out", "states"]
+        arguments = [Argument(name, "*fp32") for name in names]
+        arguments += [Argument(name, "*i32") for name in ("positions", "query_start", "state_slots", "certain")]
+        name, pdl = "scan_step" if self.scan else "recurrence_step", capability >= 90
+        source = render_template(
+            "recurrence_step.py.jinja", spec=self, name=name, arguments=arguments, log=LOG_TOKENS, pdl=pdl
+        )
+        return Kernel(name, source, tuple(arguments), max(1, self.keys * self.columns // TILE), 1, pdl)

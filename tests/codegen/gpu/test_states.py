@@ -1,0 +1,297 @@
+"""GPU kernels of recurrent states: interpreted against their references, bits at any step size, and compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcompile import ops
+from qcompile.codegen.gpu.compile import compile_kernel
+from qcompile.codegen.gpu.plan import make_plan
+from qcompile.codegen.gpu.states import FUSED_ROWS, ConvSpec, RecurrenceSpec
+from qcompile.errors import UnsupportedError
+from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState
+from qcompile.targets import TARGETS
+from tests.support.graphs import recurrent, step_inputs
+from tests.support.interpreted import interpreted, needs_triton
+from tests.support.lowering import gpu_program
+from tests.support.tiny import Chunk
+
+# heads, key heads, key size, value size, decay by key, rates, gain, delta
+RECURRENCES: dict[str, tuple[int, int, int, int, bool, Any, bool, bool]] = {
+    "gated delta": (4, 2, 16, 8, False, "heads", True, True),
+    "odd": (3, 3, 5, 7, False, "", False, True),
+    "decay by key": (4, 2, 8, 20, True, "", True, True),
+    "several tiles": (2, 1, 128, 40, True, "keys", True, False),
+    "few registers": (3, 1, 64, 33, False, "heads", False, False),
+    "scan": (150, 1, 16, 1, False, "keys", True, False),
+    "scan with groups": (6, 2, 4, 1, True, "heads", True, True),
+    "scan of numbers": (5, 5, 1, 1, False, "", False, False),
+    "scan by head": (6, 3, 4, 1, False, "heads", True, False),
+}
+OFFSET, SLOTS = 32, 4
+ROUNDING = 1e-6
+"""float32 sums of up to 128 terms in another order."""
+
+
+@dataclass
+class Layer:
+    """A recurrence with random rates, its kernel, and random operands of a text."""
+
+    spec: RecurrenceSpec
+    rates: Tensor | None
+
+    @classmethod
+    def of(cls, name: str, gap: int = 3) -> Layer:
+        """Rows of operands and of the result lie `gap` numbers apart."""
+        heads, key_heads, key_dim, value_dim, by_key, rates, gain, delta = RECURRENCES[name]
+        state = RecurrenceState(heads, key_heads, key_dim, value_dim, by_key)
+        keys, values = key_heads * key_dim, heads * value_dim
+        widths = {"q": keys, "k": keys, "v": values, "decay": state.decays} | ({"gain": heads} if gain else {})
+        strides = {each: width + gap for each, width in widths.items()}
+        numbers = OFFSET + state.size + 16
+        spec = RecurrenceSpec(state, strides, values + gap, OFFSET, numbers, delta, rates)
+        made = torch.rand(*((heads, key_dim) if rates == "keys" else (heads,))) if rates else None
+        return cls(spec, made)
+
+    def operands(self, rows: int) -> dict[str, Tensor]:
+        """Operands [rows, width] of a text: keys short enough for the delta rule, decay negative, gain positive."""
+        state = self.spec.layer
+        keys = state.key_heads, state.key_dim
+        made = {each: torch.randn(rows, *keys) * state.key_dim**-0.5 for each in ("q", "k")}
+        made |= {"v": torch.randn(rows, state.heads, state.value_dim)}
+        made["decay"] = -torch.rand(rows, state.heads, *[state.key_dim] * state.by_key)
+        return made | ({"gain": torch.rand(rows, state.heads)} if self.spec.gain else {})
+
+    def run(self, operands: dict[str, Tensor], states: Tensor, chunks: list[Chunk]) -> Tensor:
+        """The interpreted kernel: the rows' results; changes `states`."""
+        from qcompile.codegen.gpu.compile import load
+
+        spec, rows, gap = self.spec, len(operands["q"]), 3
+        out = torch.full((rows, spec.out_stride), float("nan"))
+        padded = [torch.nn.functional.pad(x.reshape(rows, -1), (0, gap), value=float("nan")) for x in operands.values()]
+        rates = [] if self.rates is None else [self.rates]
+        if rates and spec.scan and self.rates is not None and self.rates.dim() == 2:
+            rates = [torch.nn.functional.pad(self.rates.t(), (0, spec.padded_heads - spec.layer.heads)).contiguous()]
+        step = _step_arrays(chunks, "positions", "query_start", "state_slots", "certain")
+        load(spec.kernel(80))[(len(chunks), *spec.programs)](*padded, *rates, out, states, *step)
+        return out[:, :-gap].reshape(rows, spec.layer.heads, spec.layer.value_dim)
+
+    def reference(self, operands: dict[str, Tensor], states: Tensor, chunks: list[Chunk]) -> list[Tensor]:
+        positions, sequence, slots, certain = (
+            each.long() for each in _step_arrays(chunks, "positions", "row_sequence", "state_slots", "certain")
+        )
+        q, k, v, decay, gain = (operands.get(each) for each in ("q", "k", "v", "decay", "gain"))
+        found: list[Tensor] = ops.reference("recurrence_step")(
+            *(q, k, v, decay, self.rates, gain, positions, sequence, slots, certain, states, self.spec.delta, OFFSET)
+        )
+        return found
+
+
+def _step_arrays(chunks: list[Chunk], *names: str) -> list[Tensor]:
+    """Inputs of a step of these chunks, of which only the number of tokens counts."""
+    lengths = [len(c.tokens) for c in chunks]
+    values = {
+        "positions": [c.start + i for c, length in zip(chunks, lengths, strict=True) for i in range(length)],
+        "row_sequence": [i for i, length in enumerate(lengths) for _ in range(length)],
+        "query_start": [sum(lengths[:i]) for i in range(len(chunks) + 1)],
+        "state_slots": [c.slot for c in chunks],
+        "certain": [c.certain for c in chunks],
+    }
+    return [torch.tensor(values[name], dtype=torch.int32) for name in names]
+
+
+def _rows(count: int, start: int, slot: int, certain: int = 1 << 30) -> Chunk:
+    return Chunk(range(count), start, (), slot, certain)
+
+
+# ---- recurrences -----------------------------------------------------------------------------------
+
+
+def interpret_recurrence(name: str) -> None:
+    """Sequences that begin, that continue with replayed positions, that verify drafts, and that leave their base."""
+    torch.manual_seed(1)
+    layer = Layer.of(name)
+    chunks = [_rows(3, 5, 3, 7), _rows(4, 0, 1), _rows(2, 9, 0, 0), _rows(5, 40, 2, 38)]
+    base, _, _, _, decay, end = (OFFSET + place for place in layer.spec.layer.places)
+    states = 0.3 * torch.randn(SLOTS, layer.spec.slot_numbers)
+    states[:, decay:end] = -states[:, decay:end].abs()
+    for chunk in chunks:
+        states[chunk.slot, base : base + layer.spec.layer.heads * layer.spec.layer.value_dim] = chunk.start - 3
+    states[1] = float("nan")  # a slot of garbage: its sequence begins
+    operands = layer.operands(14)
+    wanted, after = layer.reference(operands, states, chunks)
+    found = layer.run(operands, states, chunks)
+    assert ((found - wanted).norm() / wanted.norm()).item() < ROUNDING
+    held = after.isfinite()
+    assert torch.equal(states.isfinite(), held)
+    assert (states - after)[held].abs().max().item() < 10 * ROUNDING
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_recurrences_interpreted(name: str) -> None:
+    interpreted(__name__, f"interpret_recurrence({name!r})")
+
+
+def interpret_divisions(name: str) -> None:
+    """A row has the bits of a whole prompt, however the text is cut, beside any neighbours, after rejected drafts."""
+    torch.manual_seed(2)
+    layer = Layer.of(name)
+    text, other = layer.operands(12), layer.operands(12)
+    states = torch.full((SLOTS, layer.spec.slot_numbers), float("nan"))
+    whole = layer.run(text, states, [_rows(12, 0, 2)])
+
+    def part(start: int, end: int, slot: int, certain: int = 1 << 30, right: int = 12) -> Tensor:
+        """Positions of the text, but from `right` on others; beside another sequence."""
+        mine = {each: torch.cat([text[each][start:right], other[each][max(start, right) : end]]) for each in text}
+        given = {each: torch.cat([other[each][:2], mine[each][: end - start]]) for each in text}
+        return layer.run(given, states, [_rows(2, 0, 3), _rows(end - start, start, slot, certain)])[2:]
+
+    for slot, cuts in ((0, [1, 2, 3, 12]), (1, [7, 12])):
+        pieces = [part(start, end, slot) for start, end in zip([0, *cuts], cuts, strict=False)]
+        assert torch.equal(torch.cat(pieces), whole), cuts
+    part(0, 4, 0)
+    part(4, 9, 0, 5, right=5)  # position 4, and drafts that are rejected
+    part(5, 8, 0, 0, right=6)  # drafts of a path over the same states
+    assert torch.equal(part(5, 8, 0, 6), whole[5:8])  # all three are right
+    for _ in range(2):  # rounds of a sequence that has ended
+        part(8, 11, 0, 0, right=9)
+    assert torch.equal(part(8, 10, 0, 9), whole[8:10])
+    assert torch.equal(part(10, 12, 0), whole[10:])
+
+
+@pytest.mark.parametrize("name", ["gated delta", "several tiles", "scan"])
+def test_bits_do_not_depend_on_the_step(name: str) -> None:
+    interpreted(__name__, f"interpret_divisions({name!r})")
+
+
+# ---- convolutions ----------------------------------------------------------------------------------
+
+
+def interpret_convolution(features: int, width: int, bias: bool) -> None:
+    """Few rows in one launch, many in two, which together do what the reference does."""
+    from qcompile.codegen.gpu.compile import load
+
+    torch.manual_seed(3)
+    state, gap = ConvState(features, width), 5
+    numbers = OFFSET + state.size
+    base = ConvSpec(state, features + gap, features + 1, OFFSET, numbers, bias)
+    weight, shift = torch.randn(features, width), torch.randn(features) if bias else None
+    packed = torch.nn.functional.pad(weight.t(), (0, base.padded_features - features)).contiguous()
+    short = [_rows(3, 5, 3), _rows(4, 0, 1), _rows(1, 70, 0)]
+    many = [*short, _rows(2 * state.ring + 3, 9, 2)]
+    for chunks, kinds in ((short, [base]), (many, [_only(base, "computes"), _only(base, "keeps")])):
+        rows = sum(len(c.tokens) for c in chunks)
+        x, states = torch.randn(rows, features), torch.randn(SLOTS, numbers)
+        states[1] = float("nan")
+        arrays = _step_arrays(chunks, "row_sequence", "positions", "query_start", "state_slots")
+        sequence, positions, _, slots = (each.long() for each in arrays)
+        wanted, after = ops.reference("conv_step")(x, weight, shift, positions, sequence, slots, states, OFFSET)
+        out = torch.full((rows, features + 1), float("nan"))
+        padded = torch.nn.functional.pad(x, (0, gap), value=float("nan"))
+        for spec in kinds:
+            made = {"x": padded, "states": states, "out": out, "weight": packed, "bias": shift}
+            names = ("row_sequence", "positions", "query_start", "state_slots")
+            made |= dict(zip(names, arrays, strict=True))
+            kernel = spec.kernel(80)
+            load(kernel)[rows, spec.programs, 1](*(made[a.name] for a in kernel.arguments))
+        assert (out[:, :-1] - wanted).abs().max().item() < 10 * ROUNDING  # a few products near 1
+        assert torch.equal(states.nan_to_num(7.0), after.nan_to_num(7.0))
+
+
+def _only(spec: ConvSpec, what: str) -> ConvSpec:
+    return dataclasses.replace(spec, computes=what == "computes", keeps=what == "keeps")
+
+
+@pytest.mark.parametrize("shape", [(7, 4, True), (600, 2, False), (33, 1, True)])
+def test_convolutions_interpreted(shape: tuple[int, int, bool]) -> None:
+    interpreted(__name__, f"interpret_convolution{shape}")
+
+
+def test_rows_of_one_launch_store_nothing_that_others_read() -> None:
+    """A sequence's row may store entry p % ring only if no row of the launch reads a position that much older."""
+    for width in (2, 4, 9):
+        ring = ConvState(8, width).ring
+        for start in (0, 5):
+            rows = range(start, start + FUSED_ROWS)
+            read = {(p - back) % ring for p in rows for back in range(1, width) if p - back < start}
+            assert not read & {p % ring for p in rows}
+
+
+# ---- plans -----------------------------------------------------------------------------------------
+
+
+def interpret_step(attention: bool) -> None:
+    """A whole step of a small model against its graph, and the same text in several steps."""
+    from tests.support.gpu_interpreter import Interpreter
+
+    graph, program, blobs = gpu_program(recurrent(hidden=64, layers=1, attention=attention), "bf16", {})
+    plan = make_plan(program, TARGETS["h200"], split=64, inline_asm=False)
+    ids = torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(1))
+    inputs = step_inputs(ids, None, graph)
+    wanted = graph.run(*inputs)[0]
+    pages = inputs[3].tolist()
+    machine = Interpreter(program, plan, blobs)
+    found, _ = machine.step([Chunk(ids[s].tolist(), 0, pages[s], slot=s) for s in range(2)])
+    assert ((found.double() - wanted).norm() / wanted.norm()).item() < 0.02  # weights and inputs in bf16
+    again, last = Interpreter(program, plan, blobs), found
+    for start, end in ((0, 17), (17, 18), (18, 20)):
+        last, _ = again.step([Chunk(ids[s, start:end].tolist(), start, pages[s], slot=s) for s in range(2)])
+    assert ((last[-1] - found[-1]).norm() / found[-1].norm()).item() < 1e-3  # other GEMM kernels for few rows
+
+
+@pytest.mark.parametrize("attention", [True, False])
+def test_a_step_with_states_interpreted(attention: bool) -> None:
+    interpreted(__name__, f"interpret_step({attention})")
+
+
+def test_a_convolution_of_few_rows_is_one_launch() -> None:
+    _, program, _ = gpu_program(recurrent(hidden=64, layers=1), "bf16", {})
+    plan = make_plan(program, TARGETS["h200"])
+    first, keep = (launch for launch in plan.launches if launch.name.startswith("conv_step"))
+    assert first.by == keep.by == "queries"
+    assert [variant.most for variant in first.variants] == [FUSED_ROWS, 0] == [v.most for v in keep.variants]
+    assert keep.variants[0].code is None and "conv_keep" in keep.variants[1].kernel
+    assert FUSED_ROWS <= LOG_TOKENS
+
+
+def test_keys_that_fit_no_registers_are_refused() -> None:
+    state = RecurrenceState(1, 1, 8192, 16, False)
+    with pytest.raises(UnsupportedError, match="8192 key features: GPU recurrences take at most 4096"):
+        RecurrenceSpec(state, {}, 16, 0, state.size, False)
+
+
+SHAPES = {
+    "gated delta of 128": (32, 16, 128, 128, False, "heads", True, True),
+    "decay by key of 128": (32, 32, 128, 128, True, "", True, True),
+    "state space of 128 x 64": (128, 8, 128, 64, False, "heads", True, False),
+    "scan of 16": (8192, 1, 16, 1, False, "keys", True, False),
+    "keys of 256": (8, 8, 256, 256, False, "", False, False),
+}
+
+
+@pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_recurrences_compile_without_spills(name: str, target: str) -> None:
+    needs_triton()
+    heads, key_heads, key_dim, value_dim, by_key, rates, gain, delta = SHAPES[name]
+    state = RecurrenceState(heads, key_heads, key_dim, value_dim, by_key)
+    strides = dict.fromkeys(("q", "k", "v", "decay", *["gain"] * gain), 1 << 14)
+    rated: Any = rates
+    spec = RecurrenceSpec(state, strides, heads * value_dim, 0, state.size, delta, rated)
+    built = compile_kernel(spec.kernel(TARGETS[target].capability), TARGETS[target].capability)
+    assert built.spill_bytes == 0 and built.threads == 32, built.registers
+
+
+@pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
+def test_convolutions_compile_without_spills(target: str) -> None:
+    needs_triton()
+    capability = TARGETS[target].capability
+    for computes, keeps in ((True, True), (True, False), (False, True)):
+        spec = ConvSpec(ConvState(8192, 4), 8192, 8192, 0, 1 << 20, True, computes, keeps)
+        assert compile_kernel(spec.kernel(capability), capability).spill_bytes == 0
