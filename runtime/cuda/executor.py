@@ -37,7 +37,7 @@ class CudaExecutor:
     for recurrent states. Raises ResourceError when memory is short.
     """
 
-    threads, state_slots, draws, overlaps = 0, 0, True, True
+    threads, draws, overlaps = 0, True, True
 
     def __init__(
         self,

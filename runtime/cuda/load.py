@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcompile.artifact.hashes import damaged, file_problem, listed_file
 from qcompile.artifact.layout import Manifest
-from qcompile.errors import ResourceError, UnsupportedError
+from qcompile.errors import ResourceError
 from qcompile.runtime.cuda.driver import Driver, driver
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.memory import pages_in
@@ -66,8 +66,6 @@ def open_cuda(
         undo.callback(_free, gpu, held, modules)
         functions = _load_kernels(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
         weights = _upload_weights(gpu, root, manifest, held)
-        if any(plan.get("slot_bytes") for plan in plans):
-            raise UnsupportedError("models with recurrent states do not run on GPUs yet")
         target = _open_target(gpu, plans, functions, weights, limits, room)
         undo.pop_all()
         target.adopt(held, modules)

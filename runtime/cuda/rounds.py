@@ -88,6 +88,15 @@ class RoundInput(NamedTuple):
     left: int
     """Tokens that it may still gain."""
     draws: Draws = GREEDY
+    slot: int = 0
+    """Slot of its recurrent states, if a path has any."""
+    gamma: int = 0
+    """Most drafts of a round."""
+
+    @property
+    def certain(self) -> int:
+        """Its positions that will not be taken back; 0 if it has ended and is only computed along."""
+        return self.computed + 1 if self.left > 0 else 0
 
 
 class RoundOutput(NamedTuple):
@@ -166,8 +175,8 @@ class CudaRounds(HostSpeculator, ABC):
         most = min(rounds * (max(gammas) + 1), RESULTS // len(requests))
         draws = [r.sampler.draws(r.sequence.computed, min(left, most)) for r, left in zip(requests, lefts, strict=True)]
         sequences = [
-            RoundInput(request.sequence.tokens, request.sequence.computed, request.sequence.pages, left, draw)
-            for request, left, draw in zip(requests, lefts, draws, strict=True)
+            RoundInput(each.tokens, each.computed, each.pages, left, draw, each.slot, gamma)
+            for each, left, draw, gamma in zip((r.sequence for r in requests), lefts, draws, gammas, strict=True)
         ]
         outputs, rounds = self.run_rounds(sequences, gammas, rounds)
         seconds = time.perf_counter() - started - self.catch_up_seconds
@@ -187,7 +196,7 @@ class CudaRounds(HostSpeculator, ABC):
         rounds = max(1, min(rounds, RESULTS // (count * rows)))
         ahead = max(sequence.left for sequence in sequences) + rows
         verified = [
-            Rows([sequence.tokens[-1]] * rows, sequence.computed, sequence.pages, rows) for sequence in sequences
+            Rows([s.tokens[-1]] * rows, s.computed, s.pages, rows, slot=s.slot, certain=s.certain) for s in sequences
         ]
         self._send(sequences, gammas)
         verifying = self.verifier.fill(verified, ahead, [sequence.draws for sequence in sequences])

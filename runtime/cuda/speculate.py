@@ -2,7 +2,8 @@
 
 Where the draft model shares the target's cache, both are at the same position when a round begins. A draft cache of its
 own then lacks the last token, or the last two if all drafts were accepted. The first draft step therefore always
-computes the last two tokens; recomputing a position that was in the cache already gives the same bits.
+computes the last two tokens; recomputing a position that was in the cache already gives the same bits. Recurrent states
+of its own therefore keep the last certain position in their log.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class CudaSpeculator(CudaRounds):
         most = target.limits.max_tokens
         self._pairs = {"row_sequence": [i // 2 for i in range(2 * most)]}
         self._pairs |= {"output_rows": [*range(1, 2 * most, 2)], "query_start": [*range(0, 2 * most + 1, 2)]}
-        super().__init__(target, stage, {name: len(items) for name, items in self._pairs.items()})
+        super().__init__(target, stage, {name: len(items) for name, items in self._pairs.items()} | {"unread": most})
         for name, items in self._pairs.items():
             self.state.write(name, items)
             self.state.send(name, name, len(items))
@@ -50,19 +51,27 @@ class CudaSpeculator(CudaRounds):
         if not all(request.sequence.computed for request in requests):
             return HostSpeculator.rounds(self, requests, gammas, 1, ends)
         found = super().rounds(requests, gammas, rounds, ends)
-        for request in requests:
-            request.drafts.cached[0] = request.sequence.computed - 1  # a lower bound
+        for request, gamma in zip(requests, gammas, strict=True):
+            if gamma:
+                request.drafts.cached[0] = request.sequence.computed - 1  # a lower bound
         return found
 
     def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
         return self._shared or all(request.sequence.computed for request in requests)
 
     def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:
-        rows = [Rows(s.tokens[-1:], s.computed, s.pages, 1) for s in sequences]
+        # 0: the base stays, of shared states and of those of sequences that do not draft.
+        certain = [0 if self._shared or not s.gamma else s.certain for s in sequences]
+        rows = [
+            Rows(s.tokens[-1:], s.computed, s.pages, 1, slot=s.slot, certain=final)
+            for s, final in zip(sequences, certain, strict=True)
+        ]
         return self.draft.fill(rows, ahead, [s.draws.unreported for s in sequences])
 
     def draft_addresses(self) -> dict[str, int]:
-        return {name: self.draft.address(name) for name in ("token_ids", "positions", "counter", "decoded")}
+        addresses = {name: self.draft.address(name) for name in ("token_ids", "positions", "counter", "decoded")}
+        own_states = self.draft.state_slots and not self._shared
+        return addresses | {"certain": self.draft.address("certain") if own_states else self.state.addresses["unread"]}
 
     def reallocations(self) -> tuple[int, ...]:
         return (*super().reallocations(), self.draft.reallocations)
@@ -118,7 +127,7 @@ class CudaLookup(CudaRounds):
     def draft_addresses(self) -> dict[str, int]:
         addresses = self.state.addresses
         # The kernel that accepts also writes a draft model's inputs; here nothing reads them.
-        unread = dict.fromkeys(("token_ids", "positions", "counter"), addresses["elsewhere"])
+        unread = dict.fromkeys(("token_ids", "positions", "counter", "certain"), addresses["elsewhere"])
         return {**unread, "decoded": addresses["decoded"]}
 
     def draft_launches(self, drafting: Counts, verifying: Counts, others: Mapping[tuple[str, str], int]) -> Launches:
