@@ -8,10 +8,13 @@ text and scheduling are the engine's (runtime/engine/).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from qcompile.runtime.sampling.sampling import Draws, FloatArray
 
+Rate = Literal["memory", "int8", "f32", "bf16"]
+"""A peak rate of a machine: GB/s of memory, and thousand millions of operations per second of each type."""
+RATES: tuple[Rate, ...] = get_args(Rate)
 EVERYTHING = (1 << 31) - 1
 """As `Rows.certain`: no position will be taken back."""
 
@@ -115,8 +118,8 @@ class StepExecutor(Protocol):
     def profile_read(self) -> dict[str, tuple[float, int]]:
         """Seconds and number of runs of each kernel call, in the order in which they run."""
 
-    def probe(self, what: int) -> float:
-        """A peak rate of the machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
+    def peak(self, rate: Rate) -> float:
+        """A peak rate of the machine that the executor runs on; measured on a CPU, from the data sheet of a GPU."""
 
     def close(self) -> None:
         """Free what the executor holds; idempotent."""

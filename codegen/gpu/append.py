@@ -61,10 +61,15 @@ class HeadNorm:
 class AppendSpec:
     """Applies RoPE to q and k of x [tokens, stride] (f32) in place, and writes k and v to their pages.
 
-    Before it, heads are normalized by `norm_q` and `norm_k`; features are summed pairwise, in the same order for any
-    number of tokens per program. After it, q is multiplied by the weights named in `times`: query_table by position,
-    query_weight [dim] by feature. Then with `centered` a weight [KV heads, dim] is subtracted from k, and if `hadamard`
-    is not 0, each block of that many features (a power of 2) of q and k is multiplied by a Hadamard matrix.
+    In order:
+
+    1. `norm_q` and `norm_k` normalize heads. They add features up pairwise, in the same order for any number of tokens
+       per program.
+    2. RoPE.
+    3. q is multiplied by the weights named in `times`: query_table by position, query_weight [dim] by feature.
+    4. With `centered`, a weight [KV heads, dim] is subtracted from k.
+    5. If `hadamard`, a power of 2, is not 0, each block of that many features of q and k is multiplied by a Hadamard
+       matrix.
     """
 
     kv: GpuKV

@@ -1,8 +1,9 @@
-"""Biases and penalties on the GPU, as runtime/sampling/penalties.py defines them.
+"""GPU kernels for biases and penalties, as runtime/sampling/penalties.py defines them.
 
-A kernel adds the biases. Another keeps the tokens of a step's rows that follow those the host has listed, so that the
-steps of a burst and the rows of a verified draft see what came before them. The last changes the logits of listed and
-recent tokens in place, before the search for the largest.
+- `add_bias` adds the biases to logits.
+- `keep_recent` stores the tokens of a step's rows that the host has not listed yet. Later steps of the same call, and
+  later rows of a verified draft, count them.
+- `penalize` changes the logits of listed and stored tokens in place. It runs before the search for the largest logit.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _KINDS = {
 
 
 def penalty_kernel(kind: str, vocab: int, capability: int) -> Kernel:
-    """A kernel of the step's logits [rows, vocab], f32.
+    """A kernel for the step's logits f32 [rows, vocab].
 
-    kind: "add_bias" (a program for each row), "keep_recent" (keeps the recent tokens of the step; a program for BLOCK
-    of them) or "penalize" (PARTS programs for each row).
+    kind: "add_bias" has a program for each row, "keep_recent" one for BLOCK tokens of the step, and "penalize" PARTS
+    programs for each row.
     """
     kept = ("token_ids", "positions", "row_sequence", "sampling", "seen", "M")
     changed = ("logits", "output_rows", "positions", "row_sequence", "sampling", "seen")
@@ -54,7 +55,7 @@ def penalty_kernel(kind: str, vocab: int, capability: int) -> Kernel:
 
 
 def penalties(call: str, vocab: int, capability: int) -> Iterator[Launch]:
-    """The launches that change the logits of sequences with biases or penalties; before those of the argmax."""
+    """The launches that change the logits of sequences with biases or penalties. They run before the argmax."""
     outputs = GridSize("outputs")
     grids: tuple[Grid, ...] = ((outputs, 1, 1), (GridSize("tokens", BLOCK), 1, 1), (outputs, PARTS, 1))
     for (kind, (_, count)), grid in zip(_KINDS.items(), grids, strict=True):

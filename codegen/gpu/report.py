@@ -1,9 +1,9 @@
-"""Log probabilities on the GPU: reports of the tokens chosen in a step, or known to follow, read by
-runtime/sampling/logprobs.py.
+"""GPU kernels for log probabilities of chosen and of known tokens; runtime/sampling/logprobs.py reads their reports.
 
-Once the tokens are chosen, a program for each part of a row of logits finds the part's largest logits, the sum of its
-weights, and how many logits are above the chosen token's; another kernel then writes the row's report. Biases and
-penalties change logits in place, so rows with them and a report are kept as they were before.
+1. `report_keep` copies the logits of rows that have a report, and biases or penalties, which change logits in place.
+2. After the tokens are chosen, `report_parts` finds for each part of a row its largest logits, the sum of its weights,
+   and the number of logits above that of the chosen token.
+3. `report_row` combines the parts into the report of the row.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _PARTS = ("part_peak", "part_sum", "part_above", "part_keys")
 
 
 def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
-    """A kernel of reports on logits [rows, vocab], f32.
+    """A kernel for reports on logits f32 [rows, vocab].
 
-    kind: "keep" (copies rows before biases and penalties), "parts" (what a report needs of each part; both with a
-    program for each row and part) or "row" (the report; a program for each row).
+    kind: "keep" and "parts" have a program for each row and part, "row" has one for each row.
     """
     names = _ROW if kind == "keep" else (*_ROW, "argmax", "seen", *_PARTS)
     names = (*names, "reports") if kind == "row" else names
@@ -54,12 +53,12 @@ def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
 
 
 def keeping(call: str, vocab: int, capability: int) -> Iterator[Launch]:
-    """The launch that keeps rows of logits for reports; before those of biases and penalties."""
+    """The launch that copies rows of logits for reports. It runs before biases and penalties are applied."""
     yield _launch(call, "keep", vocab, capability)
 
 
 def reporting(call: str, vocab: int, capability: int) -> Iterator[Launch]:
-    """The launches that write the reports of a step; after those that choose its tokens."""
+    """The launches that write the reports of a step. They run after its tokens are chosen."""
     for kind in ("parts", "row"):
         yield _launch(call, kind, vocab, capability)
 

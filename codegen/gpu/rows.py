@@ -23,19 +23,21 @@ _TYPES = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
 
 @dataclass(frozen=True)
 class RowSpec:
-    """out[row] = write(norm(map(load(x, row)))) for rows of `width` elements; strides are elements.
+    """out[row] = write(norm(map(load(x, row)))) for rows of `width` elements. Strides are in elements.
 
-    load: the row, the row `index[row]` (`indexed`; limited to `last`, if given), or act(gate) * up of 2 `width` bf16
-    columns in alternating blocks of gate and up (`gated` names the activation). map: `unary` (or one of ops.CURVES,
-    with parameters `curve`), clamp to `low` and `high`, plus `offset`, then `binary` (add or mul with the vector
-    `weight` or the buffer `other`, or mul_row with the single column of `other`), then times `factor`. norm: rms or
-    layer, with weight and bias. write: f32, bf16, or q8: int8 codes within +-`top`, one scale per row, and with `sums`
-    the sum of the codes; with `group` one scale per that many columns, codes of the last group within +-`last_top`, and
-    scales of rows `row_scales` apart if rows have room for more scales than they need.
+    - load: reads the row; with `indexed` the row `index[row]`, limited to `last` if that is not 0. With `gated`, the
+      name of an activation, it computes act(gate) * up of 2 `width` bf16 columns, in alternating blocks of both.
+    - map: applies `unary` (of ops.UNARY, or of ops.CURVES with the parameters `curve`), clamps to `low` and `high`,
+      adds `offset`, applies `binary`, and multiplies by `factor`. `binary` is add or mul with the vector `weight` or
+      the buffer `other`, or mul_row with the single column of `other`.
+    - norm: rms or layer, with `weight` and `bias`.
+    - write: f32, bf16 or q8. q8 are int8 codes within +-`top` with one scale per row, and with `sums` the sum of the
+      codes. With `group` there is a scale for each `group` columns, and the codes of the last group are within
+      +-`last_top`. The scales of rows are `row_scales` apart, if a row has room for more than it needs.
 
-    With `blocks` > 1 a row consists of that many blocks of `width`, one program each (whole groups, if any). With
-    `amax_parts` all blocks share one scale, from that many partial amax values that earlier kernels stored for the row.
-    With `plain_stride` the row is also stored as f32 (`plain`), before quantization.
+    With `blocks` > 1 a row consists of that many blocks of `width` elements (whole groups, if there are groups), and
+    each has a program. With `amax_parts` all blocks share one scale, from that many maxima of magnitudes that earlier
+    kernels stored for the row. With `plain_stride` the row is also stored as f32 (`plain`), before quantization.
     """
 
     width: int

@@ -1,8 +1,10 @@
-"""Sampling on the GPU: temperature, top-k, top-p and min-p, as runtime/sampling/sampling.py defines them.
+"""GPU kernels for sampling with temperature, top-k, top-p and min-p, as runtime/sampling/sampling.py defines them.
 
-The limits of top-k and top-p are logits, found as integers of 32 bits in their order: each pass of a search counts (or
-weighs) what is above 16 equidistant limits, and the next goes on between two of them. Then each part of the vocabulary
-sums its weights, and the last kernel finds the token where the cumulative weight passes a random number.
+1. A search finds the limits of top-k and top-p. A limit is a logit, mapped to a 32-bit integer in the order of logits.
+   Each pass counts the tokens (or adds up the weights) above 16 equidistant limits, and the next pass searches between
+   two of them.
+2. For each part of the vocabulary, a kernel adds up the weights of the tokens within the limits.
+3. The last kernel chooses the token at which the cumulative weight exceeds the random number.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ _ROW = ("logits", "part_value", "output_rows", "row_sequence", "sampling")
 
 
 def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
-    """A kernel that draws from logits [rows, vocab], f32.
+    """A kernel of sampling from logits f32 [rows, vocab].
 
-    kind: "narrow" (a pass of the search for the limit of `by`, top_k or top_p; a program for each row and part), "mass"
-    (the weight of each part's tokens above top-p's limit; likewise) or "pick" (the token; a program for each row).
+    kind: "narrow" is one pass of the search for the limit of `by` (top_k or top_p), with a program for each row and
+    part. "mass" adds up each part's weights above the limit of top-p, with as many programs. "pick" chooses the token,
+    with a program for each row.
     """
     names = list(_ROW)
     names += ["k_state", "k_totals", "K"] * (kind != "pick" and by != "top_k")
@@ -78,8 +81,10 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
 
 
 def choosing(call: str, vocab: int, capability: int) -> Iterator[Launch]:
-    """The launches that choose the token of each row of logits (with penalties, the largest, or by a draw) and report
-    its log probability."""
+    """The launches that choose the token of each row of logits and report its log probability.
+
+    They apply biases and penalties, find the largest logit, and sample in rows with a temperature.
+    """
     yield from keeping(call, vocab, capability)
     yield from penalties(call, vocab, capability)
     parts = -(-vocab // ARGMAX_PART)
@@ -98,7 +103,7 @@ def _largest(vocab: int, name: str) -> ScratchRef:
 
 
 def sampling(call: str, vocab: int, capability: int) -> Iterator[Launch]:
-    """The launches that replace the argmax of each row with a temperature by a draw; after those of the argmax."""
+    """The launches that sample in rows with a temperature. They run after the argmax, which they overwrite."""
     parts = -(-vocab // PART)
     refs: Operands = {name: InputRef(name) for name in (*_ROW, "positions", "draws", "argmax")}
     refs |= {"part_value": _largest(vocab, "part_value"), "K": CountRef("top_k"), "P": CountRef("top_p")}

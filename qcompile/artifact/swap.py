@@ -1,4 +1,4 @@
-"""Replace a folder or file atomically: readers see either the old or the new one, never neither."""
+"""Replace a folder or a file atomically: a reader sees either the old one or the new one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 def install(folder: Path, place: Path) -> None:
-    """Move `folder` to `place`; an existing folder there takes the place of `folder`. Raises OSError."""
+    """Move `folder` to `place`. A folder that exists there is moved to where `folder` was. Raises OSError."""
     while True:
         try:
             os.rename(folder, place)  # succeeds if `place` is absent or an empty folder
@@ -45,7 +45,10 @@ def install(folder: Path, place: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` when the block ends, and is deleted if it fails. Raises OSError."""
+    """A temporary file to write. When the block ends it is renamed to `path`; if the block fails it is deleted.
+
+    Raises OSError.
+    """
     handle, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -77,7 +80,10 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def _exchange_by_renames(one: Path, other: Path) -> bool:
-    """For file systems without atomic exchange: briefly, `other` is absent. False if it was created meanwhile."""
+    """Exchange two folders by renames, for file systems without atomic exchange; for a moment `other` is absent.
+
+    Returns False if another process created `other` in that moment.
+    """
     aside, lock = locked_sibling(other)
     try:
         try:

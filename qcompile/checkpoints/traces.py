@@ -1,8 +1,9 @@
-"""Traces cached between builds: the raised graph of a checkpoint, keyed by its configuration and headers.
+"""Raised graphs of checkpoints, cached between builds; a cached graph with its constants is called a trace.
 
-Tracing a model takes most of the time of a build whose kernels are cached. A trace is kept if it does not depend on
-the values of the checkpoint, and reads only unmodified stored tensors and constants. Its file is safetensors with the
-constants and the graph as JSON.
+Tracing a model takes most of the time of a build if its kernels are cached. The key covers the configuration and the
+headers of the weight files, not the values of weights. So a trace is stored only if it does not depend on these values,
+and if its graph reads only stored tensors, unmodified, and constants. The file is safetensors with the constants, and
+the graph as JSON in its metadata.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CONFIGURATION = ("config.json", "generation_config.json")
 
 @dataclass(frozen=True)
 class Trace:
-    """A raised graph with the result of raising: how often it fired, and notes on what it left alone."""
+    """A raised graph, how often raising fired, and notes on what it did not rewrite."""
 
     graph: Graph
     fired: int
@@ -43,7 +44,7 @@ class Trace:
 
 
 class Place:
-    """The cache entry for the trace of a checkpoint; its key covers all that the trace depends on but weight values."""
+    """The cache entry for the trace of a checkpoint. Its key covers all that a trace depends on."""
 
     def __init__(self, directory: Path, name: str, options: str) -> None:
         self._checkpoint = formats.open_checkpoint(directory)
@@ -100,7 +101,7 @@ class Place:
 
 
 def place(model: Any, source: Mapping[str, Any], options: str) -> Place | None:
-    """The cache entry for `model`; None if it is not a plain, intact local checkpoint."""
+    """The cache entry for `model`; None if it is not a local checkpoint that is read whole, without code of its own."""
     if not isinstance(model, (str, Path)) or not Path(model).is_dir():
         return None
     # The key does not cover a checkpoint's own code; without weights, or truncated, it is a different model.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qcompile.cli import console
 from qcompile.errors import UsageError
 from qcompile.roofline import Peaks, call_cost, predicted_us
+from qcompile.runtime.step import RATES
 
 if TYPE_CHECKING:
     from qcompile.runtime.llm import LLM
@@ -30,8 +31,6 @@ SAMPLE_SECONDS = 0.05
 
 _PROFILED = 3
 """Repetitions of decoding for the times of the kernels."""
-
-_PROBES = {"bytes": 0, "int8": 1, "f32": 2, "bf16": 3}
 
 
 class Sizes(NamedTuple):
@@ -119,8 +118,8 @@ def _prefill(llm: LLM, count: int, outputs: int) -> float:
 def report(llm: LLM, path: Path, sizes: Sizes, speeds: dict[str, float], progress: Progress) -> dict[str, Any]:
     """What `bench --json` prints: speeds, ceilings probed now, and each kernel of a decoding step."""
     progress("probing the machine", 0, 1)
-    probed = {name: llm.executor.probe(what) for name, what in _PROBES.items()}
-    peaks = Peaks(probed["bytes"] * 1e9, {name: probed[name] * 1e9 for name in ("int8", "f32", "bf16")})
+    probed = {rate: llm.executor.peak(rate) for rate in RATES}
+    peaks = Peaks(probed["memory"] * 1e9, {name: probed[name] * 1e9 for name in ("int8", "f32", "bf16")})
     longest = max(sizes.pp, default=0)
     return {
         "decode_tokens_per_second": speeds[f"tg{sizes.tg}"],
@@ -128,7 +127,7 @@ def report(llm: LLM, path: Path, sizes: Sizes, speeds: dict[str, float], progres
         "threads": llm.threads,
         "tests": speeds,
         "ceilings": {
-            "read_gigabytes_per_second": probed["bytes"],
+            "read_gigabytes_per_second": probed["memory"],
             "int8_gigaops": probed["int8"],
             "bf16_gigaflops": probed["bf16"],
             "f32_gigaflops": probed["f32"],

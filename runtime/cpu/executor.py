@@ -18,7 +18,7 @@ from qcompile.runtime.loader import Arena
 from qcompile.runtime.sampling.logprobs import alternatives_of
 from qcompile.runtime.sampling.penalties import Penalties
 from qcompile.runtime.sampling.sampling import Draws, FloatArray
-from qcompile.runtime.step import Limits, Rows
+from qcompile.runtime.step import RATES, Limits, Rate, Rows
 
 
 class QcDraws(ctypes.Structure):
@@ -308,9 +308,9 @@ class Executor:
         self.library.qc_profile_read(self.handle, seconds, counts, len(names))
         return {name: (seconds[i], counts[i]) for i, name in enumerate(names)}
 
-    def probe(self, what: int) -> float:
-        """A measured peak of this machine: 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
-        return float(self.library.qc_probe(self.handle, what))
+    def peak(self, rate: Rate) -> float:
+        """A peak of this machine, measured now; reading, for memory."""
+        return float(self.library.qc_probe(self.handle, RATES.index(rate)))
 
     def close(self) -> None:
         """End the library's threads and free its memory; idempotent."""

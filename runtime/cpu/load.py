@@ -37,11 +37,12 @@ def open_cpu(
     kv = runtime["kv"]
     sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens") or 0)
-    levels = runtime.get("levels") or [] if drafts else []
+    # The manifest calls draft stages "levels": the format of artifacts is stable.
+    stages = runtime.get("levels") or [] if drafts else []
     page_bytes = kv["page_bytes"] + sum(
-        level["kv"]["page_bytes"] for level in levels if level.get("kv") and not level.get("tokenizer")
+        stage["kv"]["page_bytes"] for stage in stages if stage.get("kv") and not stage.get("tokenizer")
     )
-    slot_bytes = _slot_bytes(kv) + sum(_slot_bytes(level["kv"]) for level in levels if level.get("kv"))
+    slot_bytes = _slot_bytes(kv) + sum(_slot_bytes(stage["kv"]) for stage in stages if stage.get("kv"))
     _check_states(slot_bytes, max_batch)
     pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes)
     bind(artifact.library)
@@ -50,10 +51,10 @@ def open_cpu(
         executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits, states=states)
         undo.callback(executor.close)
         drafter: Drafter | None = None
-        if levels and levels[0].get("tokenizer"):
-            drafter = _open_reencoder(artifact, levels[0], executor, tokenizer, max_batch, undo)
-        elif levels:
-            drafter = _open_levels(artifact, levels, executor, _Caches(arena, states, max_batch), undo)
+        if stages and stages[0].get("tokenizer"):
+            drafter = _open_reencoder(artifact, stages[0], executor, tokenizer, max_batch, undo)
+        elif stages:
+            drafter = _open_stages(artifact, stages, executor, _Caches(arena, states, max_batch), undo)
         undo.pop_all()
     return executor, drafter
 
@@ -89,32 +90,32 @@ def _check_states(slot_bytes: int, max_batch: int) -> None:
         )
 
 
-def _open_levels(
-    artifact: LoadedArtifact, levels: list[dict[str, Any]], target: Executor, caches: _Caches, undo: ExitStack
+def _open_stages(
+    artifact: LoadedArtifact, stages: list[dict[str, Any]], target: Executor, caches: _Caches, undo: ExitStack
 ) -> Speculator:
     """Open the draft paths with the target's threads, page and slot numbers and, where they share them, its `caches`.
 
     `undo` closes them.
     """
     opened = []
-    for level, draft in zip(levels, artifact.drafts, strict=True):
+    for stage, draft in zip(stages, artifact.drafts, strict=True):
         if draft is None:
-            opened.append(DraftStage(None, level["gamma"], match=level["lookup"]))
+            opened.append(DraftStage(None, stage["gamma"], match=stage["lookup"]))
             continue
         bind(draft.library)
-        own, pages = level.get("kv"), target.kv_pages
+        own, pages = stage.get("kv"), target.kv_pages
         arena = Arena(pages * own["page_bytes"]) if own else caches.kv
         states = _states(own, caches.max_batch) if own else caches.states
-        limits = target.limits._replace(max_position=level["max_position"])
+        limits = target.limits._replace(max_position=stage["max_position"])
         executor = Executor(draft.library, draft.pointers, arena, pages, target.threads, limits, target, states)
         undo.callback(executor.close)
-        opened.append(DraftStage(executor, level["gamma"], own is None, threshold=level["threshold"]))
+        opened.append(DraftStage(executor, stage["gamma"], own is None, threshold=stage["threshold"]))
     return LibrarySpeculator(target, opened)
 
 
 def _open_reencoder(
     artifact: LoadedArtifact,
-    level: dict[str, Any],
+    stage: dict[str, Any],
     target: Executor,
     tokenizer: Tokenizer | None,
     max_batch: int,
@@ -124,17 +125,17 @@ def _open_reencoder(
 
     `undo` closes it.
     """
-    draft, kv = artifact.drafts[0], level["kv"]
+    draft, kv = artifact.drafts[0], stage["kv"]
     if draft is None:
         raise ArtifactError(f"{artifact.root}: a draft that encodes text is no path; build it again")
     bind(draft.library)
-    limits = Limits(target.limits.max_tokens, level["vocab_size"], kv["page_tokens"], level["max_position"])
+    limits = Limits(target.limits.max_tokens, stage["vocab_size"], kv["page_tokens"], stage["max_position"])
     pool = BlockPool(max_batch * -(-limits.max_position // limits.page_tokens), limits.page_tokens)
     arena = Arena(pool.total * kv["page_bytes"])
     executor = Executor(draft.library, draft.pointers, arena, pool.total, target.threads, limits, target)
     undo.callback(executor.close)
     files, vocab = artifact.manifest["files"], target.limits.vocab
-    return open_reencoder(artifact.root, files, level, tokenizer, vocab, executor, pool)
+    return open_reencoder(artifact.root, files, stage, tokenizer, vocab, executor, pool)
 
 
 def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:

@@ -23,9 +23,9 @@ from qcompile.runtime.cuda.memory import MOST_DECODED, DeviceMemory, PinnedNumbe
 from qcompile.runtime.cuda.profile import LaunchTimes
 from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.sampling.sampling import Draws, FloatArray
-from qcompile.runtime.step import Limits, Rows
+from qcompile.runtime.step import Limits, Rate, Rows
 
-_PEAKS = ("memory_gb_s", "int8_gops", "f32_gflops", "bf16_gflops")
+_PEAKS = {"memory": "memory_gb_s", "int8": "int8_gops", "f32": "f32_gflops", "bf16": "bf16_gflops"}
 """Names of peak rates in a plan, in the order of `probe`."""
 
 
@@ -244,9 +244,9 @@ class CudaExecutor:
         """Seconds and number of runs of each launch since `profile(True)`, in the order they run."""
         return dict(self.launcher.profile.found) if self.launcher.profile else {}
 
-    def probe(self, what: int) -> float:
-        """A peak of this GPU from its data sheet: 0 memory GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS."""
-        return float(self.plan["peaks"][_PEAKS[what]])
+    def peak(self, rate: Rate) -> float:
+        """A peak of this GPU, from its data sheet."""
+        return float(self.plan["peaks"][_PEAKS[rate]])
 
     def close(self) -> None:
         """Free the GPU's memory; idempotent."""

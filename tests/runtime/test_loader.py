@@ -240,7 +240,7 @@ def test_loaded_model_generates(tmp_path: Path, stub: Path) -> None:
         result = llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))[0]
         assert result.outputs[0].token_ids == [(2 + 3 * (i + 1)) % 260 for i in range(50)]
         assert llm.executor.profile_read() == {"a": (0.0, 0), "b": (0.5, 1)}
-        assert llm.executor.probe(2) == 42.0
+        assert llm.executor.peak("f32") == 42.0
         assert llm.engine.pool.total == 16 * 8 and llm.context == 500
         assert result.metrics.decode_seconds >= 0 and result.metrics.prefill_seconds > 0
 
