@@ -173,7 +173,9 @@ class Executor:
         states: Arena | None = None,
     ) -> None:
         self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
-        self._keep: tuple[object, ...] = (pointers, kv, states)
+        self._keep: tuple[object, ...] = (pointers, kv)
+        self.states = states
+        """The slots of recurrent states, one after the other; None if the model has no states."""
         self._given: list[int] = []  # by what `start` ran last
         self.description: dict[str, Any] = json.loads(library.qc_describe())
         if self.description.get("abi") != CPU_ABI:

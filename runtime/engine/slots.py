@@ -20,6 +20,11 @@ class SlotPool:
         """Number of free slots."""
         return len(self._free)
 
+    @property
+    def listed(self) -> list[int]:
+        """The free slots."""
+        return list(self._free)
+
     def take(self) -> int:
         """Take a slot, which still holds what its last holder left. The caller must have checked that one is free."""
         if not self._free:

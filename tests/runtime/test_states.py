@@ -1,0 +1,228 @@
+"""Models with recurrent states from the build to the text: drafts, preemption, cancellation, and slots used again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qcompile
+from qcompile import check
+from qcompile.errors import ResourceError
+from qcompile.runtime.llm import LLM
+from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.speculation.host import HostSpeculator
+from tests.support.calls import fix_calls
+from tests.support.families import COMMON, save
+from tests.support.modules import VOCAB, randomized
+
+HIDDEN, HEADS, KEY_HEADS, SIZE, WIDTH, LONGEST = 64, 4, 2, 8, 16, 256
+INNER = 2 * KEY_HEADS * SIZE + HEADS * WIDTH
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+recurrence: Callable[..., Tensor] = torch.ops.qcompile.linear_recurrence
+convolution: Callable[..., Tensor] = torch.ops.qcompile.causal_conv
+
+
+class Recurrent(nn.Module):
+    """A convolution and a delta rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.taps = nn.Linear(HIDDEN, INNER, bias=False), nn.Parameter(torch.randn(INNER, 4) / 2)
+        self.decay, self.gain = nn.Linear(HIDDEN, HEADS), nn.Linear(HIDDEN, HEADS)
+        self.rates, self.out = nn.Parameter(torch.ones(HEADS)), nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = KEY_HEADS * SIZE
+        mixed = 0.5 * F.silu(convolution(self.project(x), self.taps))
+        q, k, v = mixed.split([keys, keys, HEADS * WIDTH], -1)
+        q, k, v = (t.unflatten(-1, (n, -1)) for t, n in ((q, KEY_HEADS), (k, KEY_HEADS), (v, HEADS)))
+        decay = F.softplus(self.decay(x)) * -self.rates.exp()
+        return self.out(recurrence(q, k, v, decay, None, self.gain(x).sigmoid(), True).flatten(2))
+
+
+class Attention(nn.Module):
+    """Two heads, without positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * 32, bias=False), nn.Linear(32, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Hybrid(nn.Module):
+    """A decoder of recurrent layers and, if `attends`, attention after the first."""
+
+    def __init__(self, attends: bool = True, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+        mixers: list[nn.Module] = [Recurrent() for _ in range(layers)]
+        self.mixers = nn.ModuleList([*mixers[:1], *([Attention()] if attends else []), *mixers[1:]])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for mixer in self.mixers:
+            x = x + mixer(F.rms_norm(x, (HIDDEN,), eps=1e-6))
+        return self.head(F.rms_norm(x, (HIDDEN,), eps=1e-6))
+
+
+def text(tokens: int) -> Tensor:
+    return torch.randint(0, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+@cache
+def model_of(attends: bool = True, layers: int = 2) -> nn.Module:
+    torch.manual_seed(3)
+    return randomized(Hybrid(attends, layers))
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mamba": {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+    "olmo_hybrid": COMMON
+    | {
+        **{"vocab_size": VOCAB, "linear_key_head_dim": 12, "linear_value_head_dim": 20, "head_dim": 16},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Builds the hybrid with a recipe."""
+
+    @cache
+    def build(recipe: str, attends: bool = True, kind: str = "", lookup: bool = False) -> Path:
+        folder = tmp_path_factory.mktemp("states")
+        out = folder / "out"
+        if kind:
+            model, draft = saved(kind, folder)
+            qcompile.build(model, out, recipe=recipe, drafts=draft)
+        else:
+            source: dict[str, Any] = {"max_position": LONGEST, "example_inputs": (text(7),)}
+            qcompile.build(model_of(attends), out, recipe=recipe, drafts="lookup" if lookup else (), **source)
+        return out
+
+    def saved(kind: str, folder: Path) -> tuple[str, str]:
+        """Checkpoints of a model of transformers, and of its draft: the same model with other weights."""
+        module: Any = save(kind, FAMILIES[kind], folder / "model")
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1 + 0.05 * torch.randn(parameter.shape))
+        module.save_pretrained(folder / "draft")
+        return str(folder / "model"), str(folder / "draft")
+
+    return build
+
+
+def prompts_of(count: int, longest: int, seed: int) -> list[list[int]]:
+    drawn = random.Random(seed)
+    return [[drawn.randrange(VOCAB) for _ in range(drawn.randint(1, longest))] for _ in range(count)]
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_logits_are_those_of_the_module_whatever_the_steps(artifact: Callable[..., Path], attends: bool) -> None:
+    with qcompile.load(artifact("f32", attends), threads=2) as llm, torch.no_grad():
+        for tokens in (1, 9, 48, 200):
+            found, wanted = llm.logits(text(tokens)), model_of(attends)(text(tokens))
+            assert check.max_relative_error(found, wanted) < 1e-4  # float32 in another order, fed back for 200 tokens
+            assert all(torch.equal(llm.logits(text(tokens), chunk=chunk), found) for chunk in (1, 7))
+
+
+RECIPES = {
+    "nested": {"recipe": "nested"},
+    "ml-specqd": {"recipe": "ml-specqd"},
+    "qspec": {"recipe": "qspec"},
+    "lookup": {"recipe": "f32", "lookup": True},
+    "own states": {"recipe": "f32", "kind": "olmo_hybrid"},
+    "own states without attention": {"recipe": "f32", "kind": "mamba"},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_drafts_change_no_token(artifact: Callable[..., Path], name: str) -> None:
+    out, prompts = artifact(**RECIPES[name]), prompts_of(24, 60, 1)
+    prompts += [[*prompt[:8] * 4] for prompt in prompts[:6]]  # where a lookup finds something
+    with qcompile.load(out, threads=2, gamma=0) as llm:
+        wanted = tokens_of(llm, prompts)
+    for gamma in (1, 5, 15):
+        with qcompile.load(out, threads=2, gamma=gamma) as llm:
+            for count in (1, 7):
+                fix_calls(llm.engine, count)
+                results = llm.generate(prompts, GREEDY)
+                assert [list(result.outputs[0].token_ids) for result in results] == wanted
+                metrics = [result.speculation for result in results]
+                drafted, accepted = (sum(sum(getattr(m, field)) for m in metrics) for field in ("drafted", "accepted"))
+                assert 0 < accepted < drafted
+            llm.engine.check()
+
+
+@pytest.mark.parametrize("name", ["nested", "own states"])
+def test_rounds_from_the_host_and_drawn_tokens(artifact: Callable[..., Path], name: str) -> None:
+    out, prompts = artifact(**RECIPES[name]), prompts_of(12, 60, 6)
+    drawn = SamplingParams(temperature=0.9, seed=1, max_tokens=40, ignore_eos=True)
+    with qcompile.load(out, threads=2, gamma=0) as llm:
+        wanted = [tokens_of(llm, prompts, params) for params in (GREEDY, drawn)]
+    with qcompile.load(out, threads=2, gamma=6) as llm:
+        assert [tokens_of(llm, prompts, params) for params in (GREEDY, drawn)] == wanted
+        speculation: Any = llm.engine.speculation
+        speculation.drafter = HostSpeculator(llm.executor, speculation.drafter.stages)
+        assert [tokens_of(llm, prompts, params) for params in (GREEDY, drawn)] == wanted
+        speculation.rejects = True  # other tokens, of the same distribution
+        assert all(len(tokens) == 40 for tokens in tokens_of(llm, prompts, drawn))
+        llm.engine.check()
+
+
+def test_a_preempted_request_starts_again(artifact: Callable[..., Path]) -> None:
+    out, prompts = artifact("f32"), prompts_of(8, 60, 2)
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    with qcompile.load(out, threads=2, max_batch=1) as llm:
+        wanted = tokens_of(llm, prompts, params)
+        page_bytes = llm.manifest["runtime"]["kv"]["page_bytes"]
+    with qcompile.load(out, threads=2, max_batch=8, kv_cache_bytes=9 * page_bytes) as llm:
+        assert tokens_of(llm, prompts, params) == wanted
+        assert llm.engine.scheduler.preemptions > 0
+        llm.engine.check()
+        assert llm.engine.scheduler.slots.free == 8
+
+
+def test_slots_never_leak_from_one_request_to_another(artifact: Callable[..., Path]) -> None:
+    """Slots that are free are overwritten with NaN after each step; requests are cancelled at random."""
+    out, prompts, drawn = artifact("f32"), prompts_of(60, 40, 4), random.Random(5)
+    with qcompile.load(out, threads=2, max_batch=4) as llm:
+        wanted = tokens_of(llm, prompts)
+    with qcompile.load(out, threads=2, max_batch=4) as llm:
+        states = np.frombuffer(llm.executor.states.view, np.float32).reshape(4, -1)  # type: ignore[attr-defined]
+        requests = [llm.engine.add(prompt, GREEDY) for prompt in prompts]
+        while llm.engine.busy:
+            llm.engine.step()
+            if drawn.random() < 0.2:
+                llm.engine.cancel(drawn.choice(requests))
+            llm.engine.check()
+            states[llm.engine.scheduler.slots.listed] = np.nan
+        for request, expected in zip(requests, wanted, strict=True):
+            got = list(request.output.token_ids)
+            assert got == (expected[: len(got)] if request.output.finish_reason == "abort" else expected)
+
+
+def test_states_that_memory_does_not_hold_are_refused(
+    artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qcompile.runtime.cpu.load.available_memory", lambda: 200_000)
+    with pytest.raises(ResourceError, match=r"recurrent states of 16 requests take [\d,]+ bytes, 200,000 .* max_batch"):
+        qcompile.load(artifact("f32"), threads=2)
