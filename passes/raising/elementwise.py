@@ -10,7 +10,7 @@ from qcompile import ops
 from qcompile.passes.raising import values
 from qcompile.passes.raising.builder import Builder, working_sizes
 from qcompile.passes.raising.facts import Constant, Facts, Known
-from qcompile.passes.raising.nodes import Arguments, is_call, unsupported
+from qcompile.passes.raising.nodes import Arguments, strip, unsupported
 from qcompile.passes.raising.rotary import as_rotary, rotated
 from qcompile.passes.raising.slots import is_one_slot
 from qcompile.passes.raising.values import Value, identity
@@ -76,10 +76,11 @@ def add_expanded_bias(facts: Facts, build: Builder, node: fx.Node, a: Arguments)
         known = facts.known.get(x) if isinstance(x, fx.Node) else None
         if not _has_base(known) or a.alpha not in (None, 1):
             continue
-        if not is_call(bias, "expand", "expand_as") or not isinstance(facts.known.get(bias.args[0]), Constant):
+        weight = strip(bias)  # behind the expansion, and copies of it
+        if weight is bias or not isinstance(facts.known.get(weight), Constant):
             continue
-        if bias.args[0].meta["val"].dim() == 1 and facts.shape(bias) == facts.shape(x):
-            return with_weight(facts, build, "add", x, bias.args[0])
+        if weight.meta["val"].dim() == 1 and facts.shape(bias) == facts.shape(x):
+            return with_weight(facts, build, "add", x, weight)
     return None
 
 

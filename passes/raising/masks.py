@@ -24,7 +24,10 @@ HIDDEN = -1e4
 
 @dataclass(frozen=True)
 class Mask:
-    """The mask `node`, and its meaning: `seen` or `hidden` (booleans), or `added` to the scores, times `factor`."""
+    """The mask `node`, and its meaning: `seen` or `hidden` (booleans), or `added` to the scores, times `factor`.
+
+    `kept` masks multiply the scores; they must be 1 wherever the others show a key.
+    """
 
     node: fx.Node
     meaning: str
@@ -88,10 +91,13 @@ def _combined(facts: Facts, masks: Sequence[Mask], is_causal: bool, length: int)
     """What all `masks` show at `length` tokens [.., length, length], and the sum of their biases, or None if zero."""
     seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else torch.ones(1, 1, dtype=torch.bool)
     biases = []
-    for mask in masks:
+    for mask in (mask for mask in masks if mask.meaning != "kept"):
         shown, bias = _visibility(PositionEvaluator(facts, length).value(mask.node), mask)
         seen = seen & shown
         biases += [] if bias is None else [bias.expand(*bias.shape[:-1], length)]
+    for mask in (mask for mask in masks if mask.meaning == "kept"):
+        if (seen & (PositionEvaluator(facts, length).value(mask.node) != 1)).any():
+            raise unsupported(mask.node, "multiplies scores that its mask does not hide")
     return seen, sum(biases[1:], biases[0]) if biases else None
 
 

@@ -15,7 +15,7 @@ RANDOM = {"feature_dropout", "feature_alpha_dropout", "rrelu", "random"}
 SHAPE_ONLY = {"sym_size", "ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full"}
 """Operators that read only the shape of their first operand, not its values."""
 
-TRANSPARENT = {"to", "_to_copy", "alias", "contiguous", "clone", "detach", "dropout", "expand", "type_as"}
+TRANSPARENT = {"to", "_to_copy", "alias", "contiguous", "clone", "detach", "dropout", "expand", "expand_as", "type_as"}
 """Operators that patterns look through where they do not change values."""
 
 

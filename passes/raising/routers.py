@@ -78,12 +78,35 @@ def normalize(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Know
         if number is None:
             return None
         eps, divisor = number, strip(divisor.args[0])
-    if not is_call(divisor, "sum") or not is_over_last(divisor) or strip(divisor.args[0]) is not w:
-        return None
     value = _scores(facts, w, -1)
+    if not _is_sum(divisor, w) and not (_is_absolute_sum(divisor, w) and _is_positive(value)):
+        return None
     return value and identity(
         build.call("normalize", _emitted(build, value, node), eps, floor), value.dims, value.sizes
     )
+
+
+def _is_sum(item: Any, w: Any) -> bool:
+    """Whether `item` is the sum of w over the last dimension, which is kept."""
+    return is_call(item, "sum") and is_over_last(item) and strip(item.args[0]) is w
+
+
+def _is_absolute_sum(item: Any, w: Any) -> bool:
+    """Whether `item` is the sum of magnitudes of w over the last dimension, which is kept."""
+    if not is_call(item, "linalg_vector_norm"):
+        return False
+    given = Arguments(item)
+    over = [dim % item.meta["val"].dim() for dim in given.dim or ()] == [item.meta["val"].dim() - 1]
+    return given.ord == 1 and over and bool(given.keepdim) and strip(given.input_) is w
+
+
+def _is_positive(value: Value | None) -> bool:
+    """Whether `value` holds outputs of a softmax, or some of them."""
+    if value is None or (value.terms["coef"] <= 0).any():
+        return False
+    made: Any = value.base
+    made = ops.operand(made, "x") if ops.name_of(made.target) == "pick" else made
+    return ops.name_of(made.target) == "softmax"
 
 
 def clamp_choice(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:

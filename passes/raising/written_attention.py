@@ -146,6 +146,13 @@ class _WrittenScores:
                 if reads(inner) and isinstance(mask, fx.Node) and not reads(mask):
                     self.masks.append(Mask(mask, "added", self.scale))
                     return inner
+        if is_call(scores, "mul") and self.masks:
+            reads = self._facts.reads_token_ids
+            for inner, mask in both_orders(scores):
+                many = isinstance(mask, fx.Node) and mask.meta["val"].dim() > 1
+                if many and reads(inner) and not reads(mask):
+                    self.masks.append(Mask(mask, "kept"))
+                    return inner
         return self._scaling(scores)
 
     def _hides(self, item: Any) -> bool:

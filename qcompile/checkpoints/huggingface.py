@@ -22,11 +22,12 @@ from qcompile.checkpoints.attention_interface import ATTENTION, OwnAttention, at
 from qcompile.checkpoints.branches import Branches, Condition, trace_all
 from qcompile.checkpoints.checkpoint import Checkpoint, name_of, read_json
 from qcompile.checkpoints.configuration import auto_class, context_length, cut, read_config, text_config
+from qcompile.checkpoints.expert_loops import ExpertLoops
 from qcompile.checkpoints.hub import find
 from qcompile.checkpoints.loaders import Loader
 from qcompile.checkpoints.programs import count_parameters, import_program, weights_read
 from qcompile.checkpoints.stored import formats
-from qcompile.checkpoints.tracing import EXAMPLE_BATCH, EXAMPLE_TOKENS, export
+from qcompile.checkpoints.tracing import EXAMPLE_BATCH, EXAMPLE_TOKENS, LengthError, export
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo
 
@@ -136,7 +137,7 @@ class _Logits(state.Watched):
         token_ids, positions = inputs
         # A mask of ones means no padding, and keeps the search for packed sequences out of the graph.
         mask = torch.ones_like(token_ids)
-        with self.decide(positions):
+        with self.decide(positions), ExpertLoops():
             return self.module(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
 
 
@@ -179,6 +180,12 @@ def _export(module: Any, most: int) -> ExportedProgram:
             decide = functools.partial(Branches, context=context_length(module.config), forced=forced, open=found)
             return export(functools.partial(_Logits, module, decide), ids, module.config.model_type, most)
 
+        try:
+            return trace_all(trace, module.config.model_type)
+        except LengthError:
+            if most <= (context := context_length(module.config)):
+                raise
+        most = context  # of a table with a row for each position, for example
         return trace_all(trace, module.config.model_type)
 
 

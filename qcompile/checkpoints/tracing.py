@@ -22,6 +22,10 @@ EXAMPLE_BATCH, EXAMPLE_TOKENS = 2, 7
 """Sizes of the example inputs for tracing; both dimensions stay dynamic."""
 
 
+class LengthError(UnsupportedError):
+    """The model does not take all numbers of sequences and tokens for which it was traced."""
+
+
 def export(watch: Callable[..., state.Watched], inputs: Sequence[Tensor], name: str, longest: int) -> ExportedProgram:
     """torch.export of what `watch` makes, a module of `*inputs`, all [B, T]; B and T < `longest` stay dynamic.
 
@@ -46,8 +50,8 @@ def _traced(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int
         if reason.startswith("Constraints violated"):
             if torch.__version__ < "2.13" and (program := _export_by_example(module, inputs, longest)):
                 return program
-            reason = "it does not take any batch and number of tokens"
-        elif reason.startswith("Could not guard on data-dependent expression"):
+            raise LengthError(f"{name} cannot be exported: it does not take any batch and number of tokens") from error
+        if reason.startswith("Could not guard on data-dependent expression"):
             reason = "it branches on the values of its inputs, as rotary embeddings scaled by length do"
         raise UnsupportedError(f"{name} cannot be exported: {reason}") from error
 

@@ -108,3 +108,43 @@ def test_what_judges_or_hides_otherwise_is_refused(router: tuple[Judge, Judge, f
 def test_a_mask_laid_out_otherwise_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="has no counterpart"):
         raise_module(modules.randomized(Dealt(softmax, best, 0.0)))
+
+
+# ---- weights normalized by a norm ----------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """Logits of the best scores over what `norm` makes of them."""
+
+    def __init__(self, score: Judge, norm: Judge) -> None:
+        super().__init__()
+        self.score, self.norm = score, norm
+        self.embed, self.gate = nn.Embedding(modules.VOCAB, 16), nn.Linear(16, EXPERTS)
+        self.head = nn.Linear(3, modules.VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weights = self.score(self.gate(self.embed(ids))).topk(3, dim=-1)[0]
+        return self.head(weights / self.norm(weights))
+
+
+def test_the_norm_of_positive_weights_is_their_sum() -> None:
+    module = modules.randomized(Normed(softmax, lambda w: torch.norm(w, p=1.0, dim=-1, keepdim=True)))
+    graph = raise_module(module)
+    ids, positions = inputs(3, 17)
+    assert used(graph)["normalize"] == 1
+    assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("score", "norm"),
+    [
+        (softmax, lambda w: torch.norm(w, p=2.0, dim=-1, keepdim=True)),
+        (softmax, lambda w: torch.norm(w, p=1.0, dim=1, keepdim=True)),
+        (softmax, lambda w: torch.norm(w * 2, p=1.0, dim=-1, keepdim=True)),
+        (shifted_softmax, lambda w: torch.norm(w, p=1.0, dim=-1, keepdim=True)),
+        (lambda x: x, lambda w: torch.norm(w, p=1.0, dim=-1, keepdim=True)),
+    ],
+)
+def test_other_norms_are_refused(score: Judge, norm: Judge) -> None:
+    with pytest.raises(UnsupportedError):
+        raise_module(modules.randomized(Normed(score, norm)))

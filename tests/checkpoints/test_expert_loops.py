@@ -1,0 +1,91 @@
+"""Loops over chosen experts, run once for all pairs: the same results, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qcompile.checkpoints.expert_loops import ExpertLoops
+from qcompile.errors import UnsupportedError
+
+EXPERTS, CHOSEN, WIDTH, INNER, TOKENS = 5, 2, 8, 6, 11
+MAKE = torch.Generator().manual_seed(0)
+UP, GATE, DOWN = (torch.randn(EXPERTS, INNER, WIDTH, generator=MAKE) for _ in range(3))
+
+Body = Callable[[Tensor, Tensor], Tensor]
+"""Results of rows of one expert, of the rows and the expert's number."""
+
+
+def loop(body: Body, x: Tensor, index: Tensor, factor: Tensor, start: Tensor | None = None, extra: int = 0) -> Tensor:
+    """A loop over the experts that some token chose, as models write it."""
+    total = torch.zeros_like(x) if start is None else start.clone()
+    mask = F.one_hot(index, num_classes=EXPERTS + extra).permute(2, 1, 0)
+    for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        expert = expert[0]
+        slot, token = torch.where(mask[expert])
+        total.index_add_(0, token, body(x[token], expert) * factor[token, slot, None])
+    return total * 1
+
+
+def both(body: Body, **more: Tensor | int) -> tuple[Tensor, Tensor]:
+    """The loop's result, and that of the loop run for all pairs."""
+    x = torch.randn(TOKENS, WIDTH, generator=MAKE)
+    factor, index = torch.randn(TOKENS, EXPERTS, generator=MAKE).softmax(-1).topk(CHOSEN)
+    wanted = loop(body, x, index, factor, **more)  # type: ignore[arg-type]
+    with ExpertLoops():
+        return wanted, loop(body, x, index, factor, **more)  # type: ignore[arg-type]
+
+
+BODIES: dict[str, Body] = {
+    "linear": lambda x, e: F.linear(F.silu(F.linear(x, GATE[e])), DOWN.mT.contiguous()[e]),
+    "transposed": lambda x, e: x.matmul(GATE[e].T).relu().matmul(DOWN[e]),
+    "gated": lambda x, e: (F.gelu(x @ GATE[e].T) * (x @ UP[e].t())) @ DOWN[e],
+    "transposed twice": lambda x, e: F.linear(x, GATE[e].T.T) @ DOWN[e],
+    "the same weight both ways": lambda x, e: x.matmul(UP[e].T).matmul(UP[e]),
+    "chunks": lambda x, e: torch.mul(*F.linear(x, torch.cat((UP, GATE), 1)[e]).chunk(2, dim=-1)) @ DOWN[e],
+    "casts": lambda x, e: (x.to(torch.float64).to(x.dtype) @ UP[e].T).type_as(x) @ DOWN[e],
+    "reshaped": lambda x, e: (x @ UP[e].T).view(-1, INNER) @ DOWN[e],
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_the_same_results(kind: str) -> None:
+    wanted, found = both(BODIES[kind])
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_what_the_results_are_added_to() -> None:
+    wanted, found = both(BODIES["linear"], start=torch.ones(TOKENS, WIDTH), extra=1)
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+MIXING: dict[str, Body] = {
+    "sum over rows": lambda x, e: x + x.sum(0),
+    "softmax over rows": lambda x, e: x.softmax(0),
+    "sorted rows": lambda x, e: x.sort(0).values,
+    "chunks of rows": lambda x, e: torch.cat(x.chunk(2, dim=0)),
+    "rows read as another shape": lambda x, e: x.view(-1, WIDTH // 2).relu().view(-1, WIDTH),
+    "one weight for all": lambda x, e: F.linear(x, GATE[0]) @ DOWN[e],
+    "the shape": lambda x, e: x / x.shape[0],
+    "the size": lambda x, e: x / x.size(0),
+    "the number of rows": lambda x, e: x * torch.ones_like(x).sum(),
+}
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_what_mixes_rows_is_refused(kind: str) -> None:
+    with pytest.raises(UnsupportedError, match="loop over experts"):
+        both(MIXING[kind])
+
+
+def test_other_uses_of_masks_are_left_alone() -> None:
+    index = torch.tensor([[0, 2], [1, 3]])
+    with ExpertLoops():
+        mask = F.one_hot(index, num_classes=5)
+        assert torch.equal(mask.float().sum(1), F.one_hot(index, num_classes=5).float().sum(1))
+        assert mask.permute(2, 1, 0).sum(dim=(-1, -2)).tolist() == [1, 1, 1, 1, 0]
+        assert mask.permute(0, 2, 1)[1].tolist() == F.one_hot(index[1], num_classes=5).T.tolist()
