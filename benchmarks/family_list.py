@@ -66,6 +66,14 @@ LATENT: Settings = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
+GEMMA4: Settings = HEAD | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "global_head_dim": 64,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 0,
+}
 GROUPED: Settings = LATENT | {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
@@ -259,6 +267,33 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
     ("deepseek_v2", "deepseek_v2", COMMON | GROUPED | {"topk_method": "group_limited_greedy"}),
     ("deepseek_v2, queries of full rank", "deepseek_v2", COMMON | GROUPED | {"q_lora_rank": None, "v_head_dim": 24}),
     ("deepseek_v3", "deepseek_v3", COMMON | GROUPED | YARN),
+    (
+        "llama4_text, chunks, and layers without rope",
+        "llama4_text",
+        HEAD
+        | {"num_hidden_layers": 4, "attention_chunk_size": 16, "no_rope_layers": [1, 1, 1, 0], "floor_scale": 8}
+        | {"moe_layers": [], "intermediate_size_mlp": 352, "attn_scale": 0.1},
+    ),
+    (
+        "mimo_v2_flash, layers of other heads",
+        "mimo_v2_flash",
+        HEAD
+        | WINDOW
+        | {"num_hidden_layers": 4, "v_head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 96, "layer_types": ["full_attention", "sliding_attention"] * 2}
+        | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
+    ),
+    ("gemma4_text, layers of other head sizes", "gemma4_text", GEMMA4),
+    (
+        "gemma4_text, keys are values",
+        "gemma4_text",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    (
+        "gemma4_text, shared keys, inputs of each layer",
+        "gemma4_text",
+        GEMMA4 | {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
     ("mamba", "mamba", {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2}),
     (
         "qwen3_next",

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from qcompile.passes.raising.values import COS, ONE, Terms, Value, identity
 
 @dataclass(frozen=True)
 class Scores:
-    """How attention makes scores: scale, causal `window` (0: none) and `softcap` (0: none), both as in the operator.
+    """How attention makes scores: scale, causal `window`, `softcap` and `chunk`, each as in the operator (0: none).
 
     `sinks` is the node of a raised weight [H], or None; `key_bias` [H or 1, P] is added by the key's position.
     """
@@ -33,13 +34,14 @@ class Scores:
     softcap: float = 0.0
     sinks: fx.Node | None = None
     key_bias: Tensor | None = None
+    chunk: int = 0
 
 
 def attention(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """qcompile::attention, as transformers' models export it."""
     sinks = None if a.sinks is None else build.weight(a.sinks)
     inputs = [facts.require(t, f"attention {node}") for t in (a.q, a.k, a.v)]
-    return build_attention(facts, build, node, inputs, Scores(a.scale, a.window, a.softcap, sinks))
+    return build_attention(facts, build, node, inputs, Scores(a.scale, a.window, a.softcap, sinks, chunk=a.chunk))
 
 
 def sdpa(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
@@ -50,7 +52,9 @@ def sdpa(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     scale = 1 / math.sqrt(a.query.meta["val"].shape[-1]) if a.scale is None else float(a.scale)
     given = [] if a.attn_mask is None else [Mask(a.attn_mask, "added")]
     seen = prove_mask(facts, node, given, a.is_causal)
-    made = build_attention(facts, build, node, inputs, Scores(scale, seen.window, key_bias=seen.key_bias))
+    made = build_attention(
+        facts, build, node, inputs, Scores(scale, seen.window, key_bias=seen.key_bias, chunk=seen.chunk)
+    )
     return values.permute(made, (0, 2, 1, 3))
 
 
@@ -75,7 +79,8 @@ def build_attention(facts: Facts, build: Builder, node: fx.Node, inputs: Sequenc
     q, k, v = (_heads(facts, build, node, value, shape) for value, shape in zip(inputs, shapes, strict=True))
     q, k = _with_key_weights(build, q, k)
     bias = scores.key_bias
-    extra = [] if bias is None else [build.constant("key_bias", bias.expand(queries, -1).contiguous())]
+    extra: list[Any] = [] if bias is None else [build.constant("key_bias", bias.expand(queries, -1).contiguous())]
+    extra += [*[None] * (2 - len(extra)), int(scores.chunk)] if scores.chunk else []
     scale = float(scores.scale * math.prod(factors))
     made = build.call("attention", q, k, v, scale, int(scores.window), float(scores.softcap), scores.sinks, *extra)
     return identity(made, ("B", "T", "F", "F"), (queries, shapes[2][1]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from qcompile.ops.model import visible
 from qcompile.passes.raising.evaluation import PositionEvaluator
 from qcompile.passes.raising.facts import Facts
 from qcompile.passes.raising.nodes import unsupported
@@ -36,10 +37,11 @@ class Mask:
 
 @dataclass(frozen=True)
 class Seen:
-    """The combined effect of masks: a causal `window` (0: none), and a bias added per key position, f32 [H, P]."""
+    """The combined effect of masks: a causal `window` or `chunk` (0: none), and a bias by key position, f32 [H, P]."""
 
     window: int
     key_bias: Tensor | None = None
+    chunk: int = 0
 
 
 def prove_mask(facts: Facts, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> Seen:
@@ -53,19 +55,19 @@ def prove_mask(facts: Facts, node: fx.Node, masks: Sequence[Mask], is_causal: bo
 def _prove(facts: Facts, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> Seen:
     longest = facts.longest
     _require_positions_only(facts, node, masks, is_causal)
-    windows: dict[int, int] = {}
+    shown: dict[int, tuple[int, int]] = {}
     table: Tensor | None = None
     for length in sorted({min(length, longest) for length in (*LENGTHS_TRIED, longest)}, reverse=True) if masks else ():
         seen, total = _combined(facts, masks, is_causal, length)
-        windows[length] = _window(node, seen, length)
+        shown[length] = _window_and_chunk(node, seen, length)
         if length == longest and total is not None:
             table = _last_row(total)
-        if total is not None and (any(windows.values()) or not _is_by_key(seen, total, table)):
+        if total is not None and (any(map(any, shown.values())) or not _is_by_key(seen, total, table)):
             raise unsupported(node, "adds a bias to its scores that is no mask and depends on more than the key")
-    window = max(windows.values(), default=0)
-    if any(each != (window if length > window else 0) for length, each in windows.items()):
-        raise unsupported(node, f"has a window that depends on the length: {sorted(set(windows.values()))}")
-    return Seen(window, table)
+    sizes = tuple(max(each) for each in zip(*shown.values(), strict=True)) if shown else (0, 0)
+    if any(each != tuple(size if length > size else 0 for size in sizes) for length, each in shown.items()):
+        raise unsupported(node, f"has a window that depends on the length: {sorted(set(shown.values()))}")
+    return Seen(sizes[0], table, sizes[1])
 
 
 def _require_positions_only(facts: Facts, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> None:
@@ -138,12 +140,13 @@ def _is_by_key(seen: Tensor, total: Tensor, table: Tensor | None) -> bool:
     return len(rows) == len(wanted) and float(error) <= 4 * 2.0**-23 * most
 
 
-def _window(node: fx.Node, seen: Tensor, length: int) -> int:
-    """The window of a mask broadcastable to [.., length, length]; 0 if it reaches back to the first token."""
+def _window_and_chunk(node: fx.Node, seen: Tensor, length: int) -> tuple[int, int]:
+    """The window and the chunk of a mask broadcastable to [.., length, length]; 0 where it reaches the first token."""
     rows = seen.expand(*seen.shape[:-2], length, length).reshape(-1, length, length)
-    width = int(rows[0, -1].sum())
     place = torch.arange(length)
-    distance = place[:, None] - place[None]
-    if not (rows == ((distance >= 0) & (distance < width))).all():
-        raise unsupported(node, "has a mask that is neither causal nor a causal sliding window")
-    return 0 if width == length else width
+    width = int(rows[0, -1].sum())
+    hidden = (~rows[0, :, 0]).nonzero()  # the first query that does not see the first token begins the second chunk
+    for window, chunk in ((width % length, 0), (0, int(hidden[0]) if len(hidden) else 0)):
+        if (rows == visible(place, place, window, chunk)).all():
+            return window, chunk
+    raise unsupported(node, "has a mask that is neither causal nor a causal window, sliding or of chunks")

@@ -42,7 +42,7 @@ def written_attention(facts: Facts, build: Builder, node: fx.Node, a: Arguments)
         values.permute(value, places) for value, places in ((q, (0, 2, 1, 3)), (k, (0, 3, 1, 2)), (v, (0, 2, 1, 3)))
     ]
     seen = prove_mask(facts, node, scores.masks, is_causal=False)
-    settings = Scores(scores.scale, seen.window, scores.softcap, key_bias=seen.key_bias)
+    settings = Scores(scores.scale, seen.window, scores.softcap, key_bias=seen.key_bias, chunk=seen.chunk)
     made = values.permute(build_attention(facts, build, node, order, settings), (0, 2, 1, 3))
     if flattened:
         return Value(made.base, ("BF", "T", "F"), made.terms)

@@ -5,6 +5,7 @@ transformers builds the module, says which weights are tied, and how the files n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
 from qcompile.checkpoints import huggingface_weights, kernel_functions, left_out, state
-from qcompile.checkpoints.attention_interface import ATTENTION, OwnAttention, attention, causal_mask
+from qcompile.checkpoints.attention_interface import ATTENTION, attention
+from qcompile.checkpoints.attention_masks import OwnAttention, UnknownMask, begin, causal_mask, rehearsed
 from qcompile.checkpoints.branches import Branches, Condition, trace_all
 from qcompile.checkpoints.checkpoint import Checkpoint, name_of, read_json
 from qcompile.checkpoints.configuration import auto_class, context_length, cut, read_config, text_config
@@ -33,6 +35,9 @@ from qcompile.graph import Graph, ModelInfo
 
 EXPERTS = "batched_mm"
 """How transformers writes out mixtures of experts: with each token's own expert weights, tokens in their order."""
+
+REHEARSED = ((EXAMPLE_BATCH, EXAMPLE_TOKENS), (3, 12))
+"""Numbers of sequences and tokens of the passes with numbers, for masks that depend on inputs."""
 
 
 def load(
@@ -134,6 +139,7 @@ class _Logits(state.Watched):
         self.decide = decide
 
     def run(self, *inputs: Tensor) -> Tensor:
+        begin()
         token_ids, positions = inputs
         # A mask of ones means no padding, and keeps the search for packed sequences out of the graph.
         mask = torch.ones_like(token_ids)
@@ -182,11 +188,21 @@ def _export(module: Any, most: int) -> ExportedProgram:
 
         try:
             return trace_all(trace, module.config.model_type)
+        except UnknownMask:
+            with rehearsed(functools.partial(_run, module, *sizes) for sizes in REHEARSED):
+                return trace_all(trace, module.config.model_type)
         except LengthError:
             if most <= (context := context_length(module.config)):
                 raise
         most = context  # of a table with a row for each position, for example
         return trace_all(trace, module.config.model_type)
+
+
+def _run(module: Any, batch: int, tokens: int) -> None:
+    """A forward pass with numbers as inputs, of which those of its results have numbers that need no weights."""
+    ids, positions = torch.zeros(batch, tokens, dtype=torch.int64), torch.arange(tokens).expand(batch, tokens)
+    with torch.no_grad():
+        _Logits(module, lambda _: contextlib.nullcontext())(ids, positions.contiguous())
 
 
 def _info(name: str, directory: Path, config: Any, traced: _Traced) -> ModelInfo:

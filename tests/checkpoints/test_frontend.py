@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from qcompile import check
 from qcompile.checkpoints import frontend, hub, tokenizer_files
-from qcompile.checkpoints.attention_interface import attention, causal_mask
-from qcompile.checkpoints.configuration import context_length
+from qcompile.checkpoints.attention_interface import attention
 from qcompile.errors import QCompileError, ResourceError, UnsupportedError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import apply
@@ -299,16 +298,6 @@ def test_not_a_directory(tmp_path: Path) -> None:
         frontend.load(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="is not a checkpoint directory"):
         frontend.load("nowhere")
-
-
-def test_bidirectional_mask() -> None:
-    from transformers import LlamaConfig
-    from transformers.masking_utils import bidirectional_mask_function, chunked_causal_mask_function
-
-    settings = LlamaConfig(**SETTINGS)
-    for function in (bidirectional_mask_function, chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64))):
-        with pytest.raises(UnsupportedError, match="neither causal nor"):
-            causal_mask(context_length, mask_function=function, config=settings)
 
 
 def test_unknown_attention_option() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from qcompile.checkpoints import huggingface_weights
-from qcompile.checkpoints.attention_interface import causal_mask
+from qcompile.checkpoints.attention_masks import causal_mask
 from qcompile.checkpoints.configuration import context_length
 from qcompile.cli.doctor import Diagnosis
 from tests.cli.test_app import Capture, code_of, json_of
@@ -75,7 +75,7 @@ def test_masks_of_millions_of_tokens_are_looked_at_row_by_row(window: int) -> No
 
     config = LlamaConfig(max_position_embeddings=longest)
     mask: Any = causal_mask(context_length, mask_function=causal, config=config)
-    assert mask.window == window and max(sizes) == longest and len(sizes) > 60
+    assert mask.shown == (window, 0) and max(sizes) == longest and len(sizes) > 60
 
 
 def test_doctor_says_which_weight_it_lacks(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

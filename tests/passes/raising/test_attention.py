@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qcompile import check
+from qcompile import check, ops
 from qcompile.errors import UnsupportedError
 from tests.support import modules
-from tests.support.raising import LONGEST, Attend, inputs, place, raise_module, refused_or_right, sdpa
+from tests.support.raising import LONGEST, Attend, inputs, place, raise_module, refused_or_right, right, sdpa
 
 
 def test_facts_of_attention() -> None:
@@ -51,7 +51,9 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         "bias to its scores that is no mask and depends on more than the key",
     ),
     "blocks": (
-        sdpa(attn_mask=lambda ids: (place(ids)[:, None] // 4 == place(ids) // 4) & (place(ids)[:, None] >= place(ids))),
+        sdpa(
+            attn_mask=lambda ids: (place(ids)[:, None] // 4 - place(ids) // 4 < 2) & (place(ids)[:, None] >= place(ids))
+        ),
         "neither causal nor",
     ),
     "angle not linear": (lambda *a: rotated(*a, angle=lambda p: p * p), "no counterpart"),
@@ -103,6 +105,38 @@ def test_repeated_heads_in_the_wrong_order() -> None:
     except UnsupportedError:
         return
     assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 3e-6
+
+
+class Chunked(nn.Module):
+    """Attention in which tokens see those of their own `chunk`, which begins `late` tokens late."""
+
+    def __init__(self, chunk: int, late: int = 0) -> None:
+        super().__init__()
+        self.chunk, self.late = chunk, late
+        self.embed, self.head = nn.Embedding(modules.VOCAB, 16), nn.Linear(16, modules.VOCAB)
+        self.qkv = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in self.qkv)
+        at = torch.arange(ids.shape[1])
+        near = (at[:, None] + self.late) // self.chunk == (at + self.late) // self.chunk
+        mask = near & (at[:, None] >= at)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.head(x + y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 17, LONGEST])
+def test_chunks_are_proved_by_a_mask(chunk: int) -> None:
+    graph = right(modules.randomized(Chunked(chunk)))
+    (node,) = graph.calls("attention")
+    found = ops.operand(node, "window"), ops.operand(node, "chunk")
+    assert found == {1: (1, 0), LONGEST: (0, 0)}.get(chunk, (0, chunk))
+
+
+def test_chunks_that_begin_elsewhere_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="neither causal nor a causal window"):
+        raise_module(Chunked(8, late=3))
 
 
 # ---- what resembles it ---------------------------------------------------------------------------------
