@@ -82,6 +82,7 @@ GROUPED: Settings = LATENT | {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+SELECTED: Settings = {"index_topk": 64, "index_n_heads": 4, "index_head_dim": 32}
 
 FAMILIES: tuple[tuple[str, str, Settings], ...] = (
     ("llama, grouped heads", "llama", COMMON),
@@ -267,6 +268,8 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
     ("deepseek_v2", "deepseek_v2", COMMON | GROUPED | {"topk_method": "group_limited_greedy"}),
     ("deepseek_v2, queries of full rank", "deepseek_v2", COMMON | GROUPED | {"q_lora_rank": None, "v_head_dim": 24}),
     ("deepseek_v3", "deepseek_v3", COMMON | GROUPED | YARN),
+    ("deepseek_v32, within its top keys", "deepseek_v32", COMMON | GROUPED | SELECTED),
+    ("glm_moe_dsa, within its top keys", "glm_moe_dsa", COMMON | GROUPED | SELECTED),
     (
         "llama4_text, chunks, and layers without rope",
         "llama4_text",

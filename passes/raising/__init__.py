@@ -197,6 +197,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "matmul": (experts.expert_linear, linear.matmul, positions.outer_matmul, written_attention.written_attention),
     "mm": (linear.matmul, positions.outer_matmul, written_attention.written_attention),
     "qcompile::attention": (attention.attention,),
+    "qcompile::within": (lengths.within,),
     "scaled_dot_product_attention": (attention.sdpa,),
     # recurrent layers
     "conv1d": (recurrent.conv_of_padded,),

@@ -54,6 +54,12 @@ def is_longer(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Know
     return Decided(node, False)
 
 
+def within(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """A value that is right for sequences of some length only, which the context is limited to."""
+    build.limit_context(node, a.longest)
+    return facts.known.get(a.x)
+
+
 def decided_where(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """where with a condition that always has the same value."""
     test, yes, no = a.positional[:3]

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from qcompile import ops
-from qcompile.checkpoints.attention_masks import Mask, OwnAttention
+from qcompile.checkpoints.attention_masks import CausalMask, OwnAttention
+from qcompile.checkpoints.selected_keys import Selected
 from qcompile.errors import UnsupportedError
 
 ATTENTION = "qcompile"
@@ -20,20 +21,24 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [B, H, T, D], key and value [B, Hk, T, D] -> [B, T, H, D]."""
-    named = ("sliding_window", "softcap", "s_aux", "scaling", "dropout")
-    window, softcap, sinks, scaling, dropout = (options.pop(key, None) for key in named)
+    named = ("sliding_window", "softcap", "s_aux", "scaling", "dropout", "indices")
+    window, softcap, sinks, scaling, dropout, selected = (options.pop(key, None) for key in named)
     unknown = [
         name for name, option in options.items() if name not in _HARMLESS and not (option is None or option is False)
     ]
+    if selected is not None and not isinstance(selected, Selected):
+        unknown.append("indices")
     if unknown or dropout:
         raise UnsupportedError(f"attention option {(unknown or ['dropout'])[0]} is not supported")
     if options.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise UnsupportedError("attention is not causal")
-    if not isinstance(attention_mask, Mask):
+    if not isinstance(attention_mask, CausalMask):
         raise OwnAttention("attention makes its mask in its own way")
     shown = attention_mask.shown
     if window not in (None, 0, shown.window) and shown.window:
         raise UnsupportedError(f"attention has a window of {window}, its mask one of {shown.window}")
+    if selected is not None:
+        query = ops.op("within")(query, selected.bound)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # [B, T, H, D]
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     more = [None, None, shown.chunk] if shown.chunk else []

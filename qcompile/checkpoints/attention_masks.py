@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from qcompile.checkpoints.selected_keys import ranked
 from qcompile.errors import UnsupportedError
 
 
@@ -82,15 +83,24 @@ def begin() -> None:
         _rehearsals[-1].begin()
 
 
-class Mask(Tensor):
+_OF_ALL_HEADS = (slice(None), 0, slice(None), slice(None))
+"""The index of a mask [B, 1, Q, S] that gives a mask [B, Q, S]."""
+
+
+class CausalMask(Tensor):
     """An empty tensor that stands for a causal mask and says what it shows; nothing can be computed from it."""
 
     shown: Shown
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "__get__":
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
             return super().__torch_function__(func, types, args, kwargs)
+        if name in ("__getitem__", "select") and args[1:] == (_OF_ALL_HEADS,):
+            return args[0]
+        if name in ("add", "__add__") and len(args) == 2 and not kwargs and not isinstance(args[0], CausalMask):
+            return ranked(args[0])
         raise OwnAttention("model computes with its attention mask in its own way")
 
 
@@ -111,7 +121,7 @@ def causal_mask(
             shown = _shown(mask_function, length_of(config))
         rehearsal.masks.append(shown)
     with torch.utils._python_dispatch._disable_current_modes():
-        mask = torch.Tensor._make_subclass(Mask, torch.empty(0))
+        mask = torch.Tensor._make_subclass(CausalMask, torch.empty(0))
     mask.shown = shown
     return mask
 

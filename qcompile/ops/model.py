@@ -174,6 +174,12 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.flatten(-2).clone()
 
 
+@define(like, until="raise")
+def within(x: Tensor, longest: int) -> Tensor:
+    """x [...], which is computed as the model does only if sequences have at most `longest` tokens."""
+    return x.clone()
+
+
 @define(like)
 def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, interleaved: bool) -> Tensor:
     """Rotary position embedding of x [..., H, D] at positions [...], inv_freq [R/2], R <= D rotated features.

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "gather_features": ([rand(2, 6), rand(2, 3)], torch.tensor([7, 7, -1, 0, 8])),
     "split_heads": (rand(2, 6), 3),
     "merge_heads": (rand(2, 3, 2),),
+    "within": (rand(2, 6), 64),
     "rope": (rand(3, 2, 8), POSITIONS, INV_FREQ, 1.0, False),
     "attention": (rand(2, 5, 4, 8), rand(2, 5, 2, 8), rand(2, 5, 2, 6), 0.3, 3, 5.0, rand(4), None, rand(16)),
     "rotate": (rand(6, 16), torch.tensor([1.0, -1.0, 1.0, 1.0]), 1),

@@ -22,7 +22,13 @@ from tests.support.raising import LONGEST, inputs, raise_module, used
 SIGNATURE = ["Facts", "Builder", "fx.Node", "Arguments"]
 """The types of a rule's parameters."""
 
-PLAIN_NAMES = {"getitem", "qcompile::attention", "qcompile::causal_conv", "qcompile::linear_recurrence"}
+PLAIN_NAMES = {
+    "getitem",
+    "qcompile::attention",
+    "qcompile::within",
+    "qcompile::causal_conv",
+    "qcompile::linear_recurrence",
+}
 """Operators in the table that are not ATen's."""
 
 
