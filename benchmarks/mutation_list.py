@@ -208,8 +208,8 @@ MUTATIONS = (
     Mutation(
         "a proven window is one token too wide",
         "passes/raising/masks.py",
-        "return 0 if width == length else width",
-        "return 0 if width == length else width + 1",
+        "for window, chunk in ((width % length, 0)",
+        "for window, chunk in (((width + 1) % length, 0)",
         RAISE,
     ),
     Mutation(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ class _Logits(state.Watched):
     `decide` makes the mode that decides branches on the positions.
     """
 
-    def __init__(self, module: nn.Module, decide: Callable[[Tensor], Branches], **how: Any) -> None:
+    def __init__(self, module: nn.Module, decide: Callable[[Tensor], AbstractContextManager[Any]], **how: Any) -> None:
         super().__init__(module, **how)
         self.decide = decide
 
