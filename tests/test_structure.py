@@ -13,6 +13,9 @@ import pytest
 from tests.support.structure import Structure, import_graph, measure
 
 MOST_TOP_MODULES = 14
+MOST_CHAIN = 14
+"""Modules of the longest chain of imports. If one more is needed, let a module depend on less: on a name and its schema
+instead of what defines it, on an object that it is given instead of what makes it."""
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +25,10 @@ def structure() -> Structure:
 
 def test_few_modules_stand_directly_in_the_package(structure: Structure) -> None:
     assert len(structure.top_modules) <= MOST_TOP_MODULES, structure.top_modules
+
+
+def test_chains_of_imports_are_short(structure: Structure) -> None:
+    assert len(structure.chain) <= MOST_CHAIN, " -> ".join(structure.chain)
 
 
 def test_modules_do_not_import_each_other(structure: Structure) -> None:
