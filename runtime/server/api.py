@@ -8,8 +8,9 @@ from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from qcompile.errors import UsageError
+from qcompile.errors import UsageError, shown
 from qcompile.runtime.detokenizer import BROKEN
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
 from qcompile.runtime.sampling.logprobs import Logprob
@@ -145,6 +146,15 @@ class TextPart(BodyPart):
     text: str
 
 
+def _text_alone(given: Any) -> Any:
+    """Refuse a part of another type than text, such as `image_url`, before its fields are refused one by one."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        message = "{kind} is not supported: only the text decoder is compiled, and messages are text alone"
+        raise PydanticCustomError("text_alone", message, {"kind": shown(kind)})
+    return given
+
+
 def _parts(given: Any) -> Any:
     """Turn a text into a list of parts, for the same reason as in `_stops`."""
     return [{"type": "text", "text": given}] if isinstance(given, str) else given
@@ -155,7 +165,9 @@ class ChatMessage(BodyPart):
 
     idle = {"tool_calls": ([],), "annotations": ([],)}
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_parts)]
+    content: Annotated[
+        list[Annotated[TextPart, BeforeValidator(_text_alone)]], Field(fail_fast=True), BeforeValidator(_parts)
+    ]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:

@@ -15,6 +15,8 @@ from qcompile.runtime.server import app
 from tests.runtime.server.test_server import GREEDY, Client, serving
 from tests.support.fake import CONTEXT, byte_tokenizer, fake_llm
 
+ALONE = "is not supported: only the text decoder is compiled, and messages are text alone"
+IMAGE = f"messages.0.content.0: 'image_url' {ALONE}"
 SAID = [{"role": "user", "content": "x"}]
 
 
@@ -63,7 +65,11 @@ def test_what_asks_for_something_is_refused(client: Client, asks: dict[str, Any]
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ({"content": [{"type": "image_url", "image_url": {}}]}, "messages.0.content.0.image_url: is not supported"),
+        ({"content": [{"type": "image_url", "image_url": {}}]}, IMAGE),
+        (
+            {"content": [{"type": "text", "text": "x"}, {"type": "input_audio"}]},
+            IMAGE.replace("0:", "1:").replace("image_url", "input_audio"),
+        ),
         ({"content": 5}, "messages.0.content: Input should be a valid list"),
         ({"role": "assistant", "content": None, "tool_calls": [{}]}, "messages.0.tool_calls: is not supported"),
     ],
