@@ -41,7 +41,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Embed(Call):
-    """out[t] = table[id] * scale, id = token_ids[t] or positions[t] by `index`. `table`: row-major [vocab, width]."""
+    """out[t] = table[id] * scale, id = token_ids[t] or positions[t] by `index`. `table`: row-major [vocab, width].
+
+    Where the step gives a row's embedding, out[t] is that embedding times `given`; 0 if the step may give none.
+    """
 
     kernel: ClassVar[str] = "embed"
     read_fields: ClassVar[tuple[str, ...]] = ()
@@ -51,6 +54,7 @@ class Embed(Call):
     vocab: int
     scale: float = 1.0
     index: Literal["tokens", "positions"] = "tokens"
+    given: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,37 @@ def _embedding(low: Lowering, node: fx.Node) -> Call:
     if index is None:
         raise PassError("codegen", node.name, "an embedding must be indexed by token ids or positions")
     table, dtype = low.table(weight)
+    scaled = _only_scaled(node)
+    factor = float(ops.operand(scaled, "factor")) if scaled else 1.0
     return Embed(
-        node.name, out=low.buffer(node), table=table, table_dtype=dtype, vocab=weight.meta["val"].shape[0], index=index
+        node.name,
+        out=low.buffer(scaled or node),
+        table=table,
+        table_dtype=dtype,
+        vocab=weight.meta["val"].shape[0],
+        scale=factor,
+        index=index,
+        given=_given_factor(low, node, factor) if index == "tokens" else 0.0,
     )
+
+
+def _only_scaled(node: fx.Node) -> fx.Node | None:
+    """The scaling of an embedding that alone reads it; the embedding's kernel does it then."""
+    user = next(iter(node.users), None)
+    return user if user is not None and len(node.users) == 1 and ops.name_of(user.target) == "scale" else None
+
+
+def _given_factor(low: Lowering, node: fx.Node, factor: float) -> float:
+    """What multiplies an embedding that a step gives in place of a token's, if tokens have their rows times `factor`.
+
+    0 where a given embedding would not have the bits of the token's: another operator reads the tokens as well, a pass
+    has changed the table, or the embeddings that transformers takes are scaled in another way.
+    """
+    tokens, weight = ops.operand(node, "ids"), ops.operand(node, "weight")
+    scale = low.graph.info.embeds_scale
+    if len(tokens.users) != 1 or weight.op != "get_attr" or scale not in (1.0, factor):
+        return 0.0
+    return factor / scale
 
 
 def _norm(low: Lowering, node: fx.Node) -> Call:
@@ -252,7 +280,10 @@ def _curve(low: Lowering, node: fx.Node) -> Call:
     return _elementwise(low, node, str(ops.name_of(node.target)), given.x, weight=low.vector(given.curve))
 
 
-def _scale(low: Lowering, node: fx.Node) -> Call:
+def _scale(low: Lowering, node: fx.Node) -> Call | None:
+    x = ops.operand(node, "x")
+    if ops.name_of(x.target) == "embedding" and _only_scaled(x):
+        return None  # a part of the embedding
     return _elementwise(low, node, "scale", ops.operand(node, "x"), factor=ops.operand(node, "factor"))
 
 

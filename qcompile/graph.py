@@ -31,6 +31,8 @@ class ModelInfo:
 
     `parameters` counts tied weights once. `left_out` has the modules that no text reaches, as a vision tower, and their
     bytes in the checkpoint. `stated_position` is the context that the model states, if `max_position` is less.
+    bytes in the checkpoint. `embeds_scale` is the factor between a row of the token embedding's table and what
+    transformers' `inputs_embeds` have for its token; 0 if they are no multiple of a row.
     """
 
     name: str
@@ -41,13 +43,14 @@ class ModelInfo:
     parameters: int
     left_out: Mapping[str, int] = field(default_factory=dict)
     stated_position: int | None = None
+    embeds_scale: float = 1.0
 
     @property
     def facts(self) -> dict[str, Any]:
         """What the manifest records about the model."""
         facts = asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
-        unsaid = [key for key in ("left_out", "stated_position") if not facts[key]]
-        return {key: value for key, value in facts.items() if key not in unsaid}
+        usual = {"left_out": {}, "stated_position": None, "embeds_scale": 1.0}
+        return {key: value for key, value in facts.items() if key not in usual or value != usual[key]}
 
 
 @dataclass

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from qcompile.errors import UsageError
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.sampling import FloatArray, SamplingParams
 
 Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt]
+EmbeddedPrompts: TypeAlias = Any
+"""A tensor or an array of floating-point numbers [tokens, width], or a list of such."""
 Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True)
+class CheckedPrompt:
+    """A prompt of a call: its text if it was given as one, its tokens, and its embeddings if it was given as those.
+
+    The tokens of a prompt given as embeddings are zeros, which have no meaning.
+    """
+
+    text: str | None
+    tokens: list[int]
+    embeds: FloatArray | None = None
+
+    @property
+    def shown(self) -> list[int]:
+        """The tokens, as outputs report them."""
+        return self.tokens if self.embeds is None else []
 
 
 def as_list(prompts: Prompts) -> list[Prompt]:
@@ -27,6 +47,31 @@ def as_list(prompts: Prompts) -> list[Prompt]:
     if are_tokens(prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def embeddings(given: Any) -> list[FloatArray]:
+    """Prompts given as embeddings: [tokens, width], or a list of such, of floating-point numbers, in float32."""
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    if not listed:
+        raise UsageError("prompt_embeds is empty: give at least one prompt")
+    return [_embedding(one) for one in listed]
+
+
+def _embedding(given: Any) -> FloatArray:
+    """The embeddings [tokens, width] of one prompt: a tensor on any device or an array."""
+    if hasattr(given, "detach"):  # a tensor; numpy has no bfloat16
+        given = given.detach().cpu()
+        given = given.float().numpy() if given.is_floating_point() else given.numpy()
+    if not isinstance(given, np.ndarray) or not np.issubdtype(given.dtype, np.floating):
+        what = given.dtype if isinstance(given, np.ndarray) else type(given).__name__
+        raise UsageError(f"prompt_embeds must be tensors or arrays of floating-point numbers, not {what}")
+    if given.ndim != 2 or not len(given):
+        raise UsageError(f"prompt_embeds must be [tokens, width], and have shape {list(given.shape)}")
+    with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, which is refused
+        made = np.array(given, np.float32, order="C")  # a copy, as the caller may change its own
+    if not np.isfinite(made).all():
+        raise UsageError("prompt_embeds hold NaN or infinite values, or too large ones for float32")
+    return made
 
 
 def plain(value: Any) -> Any:

@@ -10,8 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from qcompile.errors import LongPromptError, OverflowedError, UsageError, shown
-from qcompile.runtime.arguments import Params, Prompt, Prompts, are_tokens, as_list, params_for, plain, token_rows
+from qcompile.runtime.arguments import (
+    CheckedPrompt,
+    EmbeddedPrompts,
+    Params,
+    Prompts,
+    are_tokens,
+    as_list,
+    embeddings,
+    params_for,
+    plain,
+    token_rows,
+)
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
 from qcompile.runtime.engine.samples import PromptSamples
@@ -79,59 +92,108 @@ class LLM:
 
     @overload
     def generate(
-        self, prompts: Prompts, params: Params = None, stream: Literal[False] = False, **options: Any
+        self,
+        prompts: Prompts | None = None,
+        params: Params = None,
+        stream: Literal[False] = False,
+        *,
+        prompt_embeds: EmbeddedPrompts = None,
+        **options: Any,
     ) -> list[RequestOutput]: ...
 
     @overload
     def generate(
-        self, prompts: Prompts, params: Params = None, *, stream: Literal[True], **options: Any
+        self,
+        prompts: Prompts | None = None,
+        params: Params = None,
+        *,
+        stream: Literal[True],
+        prompt_embeds: EmbeddedPrompts = None,
+        **options: Any,
     ) -> Iterator[RequestOutput]: ...
 
     def generate(
-        self, prompts: Prompts, params: Params = None, stream: bool = False, **options: Any
+        self,
+        prompts: Prompts | None = None,
+        params: Params = None,
+        stream: bool = False,
+        *,
+        prompt_embeds: EmbeddedPrompts = None,
+        **options: Any,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Continue prompts: a text, a list of token numbers (or an array or a tensor), or a list of either.
 
+        prompt_embeds: instead of prompts, embeddings [tokens, width] as tensor or array, or a list of such: what
+        transformers calls `inputs_embeds`, for example of an image and a text. A row that equals the embedding of a
+        token gives the same bits as the token. Such prompts share no prefixes, and outputs report no tokens of them.
         params: one for all or one for each; or give its fields as keywords (max_tokens=64). Returns a list of
         RequestOutput in the order of the prompts; with `stream` what `LLM.stream` returns. Raises UsageError for a
-        prompt that is empty, too long, neither text nor tokens, or outside the vocabulary, and OverflowedError if the
+        prompt that is empty, too long, neither text nor tokens, or outside the vocabulary, for embeddings of another
+        width, with NaN, or for a model that takes none, and OverflowedError if the
         logits of any prompt are not finite, which ends the whole call.
         """
         if stream:
-            return self.stream(prompts, params, **options)
-        finished = self._run(*self._checked(prompts, params, options), partial=False)
+            return self.stream(prompts, params, prompt_embeds=prompt_embeds, **options)
+        finished = self._run(*self._checked(prompts, prompt_embeds, params, options), partial=False)
         return sorted(finished, key=lambda output: output.request_id)
 
-    def stream(self, prompts: Prompts, params: Params = None, **options: Any) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompts: Prompts | None = None,
+        params: Params = None,
+        *,
+        prompt_embeds: EmbeddedPrompts = None,
+        **options: Any,
+    ) -> Iterator[RequestOutput]:
         """As `generate`, but yields a prompt's RequestOutput whenever it has grown.
 
         `outputs[i].text` is the whole text so far, `outputs[i].new_text` what was added since the last yield. Closing
         the iterator cancels unfinished requests. Prompts are checked before the first step.
         """
-        return self._run(*self._checked(prompts, params, options), partial=True)
+        return self._run(*self._checked(prompts, prompt_embeds, params, options), partial=True)
 
     def _checked(
-        self, prompts: Any, params: Params, options: dict[str, Any]
-    ) -> tuple[list[tuple[Prompt, list[int]]], list[SamplingParams]]:
+        self, prompts: Any, embeds: EmbeddedPrompts, params: Params, options: dict[str, Any]
+    ) -> tuple[list[CheckedPrompt], list[SamplingParams]]:
         """The prompts with their tokens, and the parameters of each. Raises UsageError if anything is malformed."""
-        listed = as_list(prompts)
+        if (prompts is None) == (embeds is None):
+            raise UsageError("give prompts, or prompt_embeds instead of them")
+        listed = as_list(prompts) if embeds is None else embeddings(embeds)
         params_of_each = params_for(len(listed), params, options)
         for one in params_of_each:
             self.check(one)
         pairs = zip(listed, params_of_each, strict=True)
-        return [(prompt, self.encode(prompt, alone=one.max_tokens == 0)) for prompt, one in pairs], params_of_each
+        return [self._checked_prompt(prompt, one) for prompt, one in pairs], params_of_each
+
+    def _checked_prompt(self, prompt: Any, params: SamplingParams) -> CheckedPrompt:
+        """A prompt of text, tokens, or embeddings from `embeddings`. Raises UsageError."""
+        alone = params.max_tokens == 0
+        if not isinstance(prompt, np.ndarray) or prompt.dtype != np.float32:
+            return CheckedPrompt(prompt if isinstance(prompt, str) else None, self.encode(prompt, alone=alone))
+        width = self.executor.embed_width
+        if not width:
+            raise UsageError(
+                "this artifact takes no prompt_embeds: those for CPUs do, if the model reads tokens for one table of"
+                " embeddings only, and no pass has changed it"
+            )
+        if prompt.shape[1] != width:
+            raise UsageError(f"prompt_embeds must be [tokens, {width}], and have shape {list(prompt.shape)}")
+        if params.prompt_logprobs is not None:
+            raise UsageError("prompt_logprobs are for prompts of tokens: embeddings have none")
+        self._check_length(len(prompt), alone)
+        return CheckedPrompt(None, [0] * len(prompt), prompt)
 
     def _run(
-        self, prompts: list[tuple[Prompt, list[int]]], params_of_each: list[SamplingParams], partial: bool
+        self, prompts: list[CheckedPrompt], params_of_each: list[SamplingParams], partial: bool
     ) -> Iterator[RequestOutput]:
         """Yield outputs whenever they grow; with `partial` false only when they are finished."""
         run = _Run()
         try:
             with self._exclusive():
-                for number, ((prompt, tokens), params) in enumerate(zip(prompts, params_of_each, strict=True)):
-                    requests = [self.engine.add(tokens, params, index) for index in range(params.n)]
-                    text = prompt if isinstance(prompt, str) else None
-                    run.samples.append(PromptSamples(number, text, tokens, requests))
+                for number, (prompt, params) in enumerate(zip(prompts, params_of_each, strict=True)):
+                    embeds = prompt.embeds
+                    requests = [self.engine.add(prompt.tokens, params, index, embeds) for index in range(params.n)]
+                    run.samples.append(PromptSamples(number, prompt.text, prompt.shown, requests))
                     self._owner.update((request.id, (run, number)) for request in requests)
             unfinished = len(run.samples)
             while unfinished:
@@ -236,10 +298,14 @@ class LLM:
         self._check_range(tokens)
         if cut:
             return tokens[1 - self.context :] if len(tokens) >= self.context > 1 else tokens
-        if len(tokens) >= self.context + alone:
-            message = f"the prompt is too long: it has {len(tokens)} tokens, {self._context_text()}, answer included"
-            raise LongPromptError(f"{message}: shorten it")
+        self._check_length(len(tokens), alone)
         return tokens
+
+    def _check_length(self, count: int, alone: bool) -> None:
+        """Raise LongPromptError unless the context has room for `count` tokens, and one more unless `alone`."""
+        if count >= self.context + alone:
+            message = f"the prompt is too long: it has {count} tokens, {self._context_text()}, answer included"
+            raise LongPromptError(f"{message}: shorten it")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included; empty if the artifact has no tokenizer."""

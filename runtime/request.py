@@ -22,7 +22,7 @@ from qcompile.runtime.engine.slots import NO_SLOT
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, SpeculationMetrics
 from qcompile.runtime.sampling.accept import Distribution
 from qcompile.runtime.sampling.logprobs import DoubleArray, Logprob
-from qcompile.runtime.sampling.sampling import Sampler, SamplingParams
+from qcompile.runtime.sampling.sampling import FloatArray, Sampler, SamplingParams
 
 _CALL_DECAY = 0.9
 """Weight of a request's earlier rounds after each further call of rounds: acceptance changes along a text."""
@@ -68,6 +68,8 @@ class SequenceState:
     """Tokens that the pending steps will append."""
     pending_output: int = 0
     """Index of the last of these tokens among the outputs of the newest pending step."""
+    embeds: FloatArray | None = None
+    """The prompt's embeddings [tokens, width], if the caller gave these; the prompt's tokens then have no meaning."""
 
     @property
     def length(self) -> int:
@@ -83,6 +85,15 @@ class SequenceState:
     def uncomputed(self) -> int:
         """Tokens that no step has computed and no pending step computes; 1 while decoding."""
         return self.length - self.scheduled
+
+    @property
+    def decodes(self) -> bool:
+        """Whether only the last token is left to compute, and it has no embedding of its own."""
+        return self.uncomputed == 1 and (self.embeds is None or self.scheduled >= len(self.embeds))
+
+    def embeds_from(self, start: int) -> FloatArray | None:
+        """The embeddings of the positions from `start` on; None if there are none."""
+        return None if self.embeds is None or start >= len(self.embeds) else self.embeds[start:]
 
     def begin_step(self, rows: int, tokens: int, output: int) -> None:
         """A pending step computes `rows` rows and appends `tokens` tokens; its output `output` gives the last token."""
@@ -186,5 +197,10 @@ class Request:
 
     @property
     def reusable(self) -> int:
-        """Positions that may be taken from the cache instead of computed: those with logits that nobody reports."""
+        """Positions that may be taken from the cache instead of computed: those with logits that nobody reports.
+
+        The cache knows positions by their tokens, so it has none of a prompt given as embeddings.
+        """
+        if self.sequence.embeds is not None:
+            return 0
         return len(self.sequence.tokens) if self.prompt_report.complete else self.prompt_report.scored

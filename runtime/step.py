@@ -34,6 +34,8 @@ class Rows(NamedTuple):
     """The sequence's slot of recurrent states, if the model has any."""
     certain: int = EVERYTHING
     """Leading positions of the sequence that will never be taken back: all but those of drafts."""
+    embeds: FloatArray | None = None
+    """Embeddings [rows, width] in place of those of the first tokens; None for none. Their tokens have no meaning."""
 
 
 class Limits(NamedTuple):
@@ -82,6 +84,8 @@ class StepExecutor(Protocol):
     """Slots of recurrent states; 0 if the model has none."""
     threads: int
     """CPU threads that compute; 0 on a GPU."""
+    embed_width: int
+    """Width of the embeddings that rows may have (`Rows.embeds`); 0 if they may have none."""
     draws: bool
     """Whether steps can sample tokens, apply biases and penalties, and report log probabilities. If so, the "argmax" of
     a sequence is the token that its Draws choose, and its reports are written."""

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qcompile.artifact.abi import CPU_ABI
 from qcompile.codegen.buffers import PAD, Buffer
-from qcompile.codegen.calls import ExpertGemm, Gemm
+from qcompile.codegen.calls import Embed, ExpertGemm, Gemm
 from qcompile.codegen.cpu import flow
 from qcompile.codegen.cpu.barriers import Barriers
 from qcompile.codegen.cpu.cpp import f32, ident, rows_kind, string
@@ -138,6 +138,9 @@ def _description(program: Program, target: Target) -> str:
         "vocab_size": program.vocab_size,
         "max_position": program.max_position,
         "weights": len(program.weights),
+        "embed_width": next(
+            (program.buffer(c.out).width for c in program.calls if isinstance(c, Embed) and c.given), 0
+        ),
         "kv": {
             "format": kv.format,
             "layers": kv.layers,

@@ -94,7 +94,10 @@ class Statements:
         ids = "b.token_ids" if c.index == "tokens" else "b.positions"
         table = self.weight(c.table, "float" if c.table_dtype == "f32" else "uint16_t")
         width = self.program.buffer(c.out).width
-        return [f"embed({self.mine(c.out)}, {ids}, {table}, {width}, {f32(c.scale)}, {ident(c.out)});"]
+        statements = [f"embed({self.mine(c.out)}, {ids}, {table}, {width}, {f32(c.scale)}, {ident(c.out)});"]
+        if c.given:
+            statements += [f"embed_given({self.mine(c.out)}, b.embeds, {width}, {f32(c.given)}, {ident(c.out)});"]
+        return statements
 
     def _norm(self, c: Norm, _: int) -> list[str]:
         kind = {"rms": "kRms", "layer": "kLayer"}[c.kind]

@@ -58,6 +58,7 @@ SHAPE: Shape = {
         "bos_token_id": Maybe(int),
         "eos_token_ids": [int],
         "left_out": Maybe({str: Whole()}),
+        "embeds_scale": Maybe(float),
     },
     "passes": [{"name": str, "fired": int, "options": dict, "notes": list}],
     "qcompile_version": str,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
-from qcompile.checkpoints import huggingface_weights, kernel_functions, left_out, state
+from qcompile.checkpoints import huggingface_weights, inputs_embeds, kernel_functions, left_out, state
 from qcompile.checkpoints.attention_interface import ATTENTION, attention
 from qcompile.checkpoints.attention_masks import OwnAttention, UnknownMask, begin, causal_mask, rehearsed
 from qcompile.checkpoints.branches import Branches, Condition, trace_all
@@ -69,11 +69,15 @@ def load(
 
 @dataclass(frozen=True)
 class _Traced:
-    """An exported model, the loaders of the weights that it reads, and bytes of the modules that it does not reach."""
+    """An exported model, the loaders of the weights that it reads, and bytes of the modules that it does not reach.
+
+    embeds_scale: as in `ModelInfo`.
+    """
 
     program: ExportedProgram
     loaders: dict[str, Loader]
     left_out: dict[str, int]
+    embeds_scale: float
 
 
 def _trace(
@@ -88,9 +92,11 @@ def _trace(
     read = weights_read(program)
     unread = left_out.modules(module, read)
     if checkpoint is None or names is None:
-        return _Traced(program, huggingface_weights.no_loaders(module, read), left_out.sizes(unread))
-    loaders = huggingface_weights.loaders(module, checkpoint, names, read)
-    return _Traced(program, loaders, left_out.sizes(unread, functools.partial(names.stored_bytes, checkpoint)))
+        loaders, sizes = huggingface_weights.no_loaders(module, read), left_out.sizes(unread)
+    else:
+        loaders = huggingface_weights.loaders(module, checkpoint, names, read)
+        sizes = left_out.sizes(unread, functools.partial(names.stored_bytes, checkpoint))
+    return _Traced(program, loaders, sizes, inputs_embeds.scale(module, loaders))
 
 
 def build(config: Any, allow_remote: bool = False, attention_kind: str | None = ATTENTION) -> Any:
@@ -223,4 +229,4 @@ def _info(name: str, directory: Path, config: Any, traced: _Traced) -> ModelInfo
     ):  # a default of another vocabulary, outside this embedding
         begin = None
     parameters, size = count_parameters(traced.program), int(text.vocab_size)
-    return ModelInfo(name, size, context_length(config), begin, ends, parameters, traced.left_out)
+    return ModelInfo(name, size, context_length(config), begin, ends, parameters, traced.left_out, traced.embeds_scale)

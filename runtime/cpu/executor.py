@@ -93,6 +93,19 @@ def _set_penalties(entry: QcDraws, given: Penalties) -> Any:
     return given, recent
 
 
+def _embeds_array(sequences: Sequence[Rows], count: int) -> Any:
+    """The addresses of the embeddings of `count` rows, 0 for rows without; None if no row has one."""
+    if all(rows.embeds is None for rows in sequences):
+        return None
+    addresses, at = (ctypes.c_void_p * count)(), 0
+    for rows in sequences:
+        if rows.embeds is not None:
+            first, stride = rows.embeds.ctypes.data, rows.embeds.strides[0]
+            addresses[at : at + len(rows.embeds)] = [first + i * stride for i in range(len(rows.embeds))]
+        at += len(rows.tokens)
+    return addresses
+
+
 class QcBatch(ctypes.Structure):
     """`qc_batch` of the generated library: one step's rows."""
 
@@ -111,6 +124,7 @@ class QcBatch(ctypes.Structure):
         ("draws", ctypes.c_void_p),
         ("state_slots", ctypes.c_void_p),
         ("certain", ctypes.c_void_p),
+        ("embeds", ctypes.c_void_p),
     ]
 
 
@@ -180,6 +194,7 @@ class Executor:
         self.description: dict[str, Any] = json.loads(library.qc_describe())
         if self.description.get("abi") != CPU_ABI:
             raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {CPU_ABI}")
+        self.embed_width: int = self.description.get("embed_width", 0)
         self._check(len(pointers), kv)
         slot_bytes = self.description.get("slot_bytes", 0)
         self.state_slots = states.size // slot_bytes if states and slot_bytes else 0
@@ -256,6 +271,8 @@ class Executor:
             self._query_start[index + 1] = at
             self._slots[index], self._certain[index] = rows.slot, rows.certain
         batch, self._draws = self._batch, draws_array(draws)
+        self._embeds = _embeds_array(sequences, at)
+        batch.embeds = ctypes.addressof(self._embeds) if self._embeds else None
         batch.draws = ctypes.addressof(self._draws) if self._draws else None
         batch.tokens, batch.sequences, batch.outputs, batch.block_stride = at, len(sequences), outputs, stride
         return outputs

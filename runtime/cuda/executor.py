@@ -37,7 +37,7 @@ class CudaExecutor:
     for recurrent states. Raises ResourceError when memory is short.
     """
 
-    threads, draws, overlaps = 0, True, True
+    threads, draws, overlaps, embed_width = 0, True, True, 0
 
     def __init__(
         self,

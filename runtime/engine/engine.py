@@ -60,24 +60,28 @@ class Engine:
         self._pending: PendingStep | None = None
         self._unpublished: list[Update] = []
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, index: int = 0, embeds: FloatArray | None = None
+    ) -> Request:
         """Queue one sample of a checked prompt. The first sample alone (`index` 0) reports the prompt.
 
-        The prompt has at least one token. The context has room for one token more, unless params.max_tokens is 0.
+        embeds: the prompt's embeddings [tokens, width], whose tokens have no meaning then. The prompt has at least one
+        token. The context has room for one token more, unless params.max_tokens is 0.
         """
         reports_prompt = params.prompt_logprobs is not None and index == 0
         wanted = self.context if params.max_tokens is None else len(prompt) + params.max_tokens
         report = PromptReport(len(prompt), scored=0 if reports_prompt else len(prompt) - 1)
         if reports_prompt and len(prompt) == 1:
             report.logprobs = [None]
+        known = prompt if embeds is None else ()
         request = Request(
             spec=RequestSpec(self._next_id, len(prompt), min(wanted, self.context), params),
-            sequence=SequenceState(list(prompt)),
+            sequence=SequenceState(list(prompt), embeds=embeds),
             prompt_report=report,
-            sampler=Sampler(params, index, prompt, self.executor.limits.vocab),
+            sampler=Sampler(params, index, known, self.executor.limits.vocab),
             output=CompletionOutput(index),
             metrics=RequestMetrics(arrival_time=time.monotonic()),
-            stream=StreamState(Detokenizer(self.tokenizer, prompt) if self.tokenizer else None),
+            stream=StreamState(Detokenizer(self.tokenizer, known) if self.tokenizer else None),
         )
         if params.logprobs is not None:
             request.output.logprobs, request.output.cumulative_logprob = [], 0.0

@@ -24,7 +24,7 @@ class StepPlan:
     @property
     def decoding(self) -> bool:
         """Whether every request has only its last token to compute."""
-        return all(request.sequence.uncomputed == 1 for request in self.requests)
+        return all(request.sequence.decodes for request in self.requests)
 
     def rows(self, drafts: Sequence[Sequence[int]] = ()) -> list[Rows]:
         """The rows of the step, with `drafts[i]` after the last token of `requests[i]`.
@@ -43,5 +43,7 @@ class StepPlan:
                 tokens += drafts[index]
                 outputs += len(drafts[index])
             certain = end if drafts and drafts[index] else EVERYTHING
-            rows.append(Rows(tokens, start, sequence.pages, outputs, known, sequence.slot, certain))
+            embeds = sequence.embeds_from(start)
+            given = None if embeds is None else embeds[:count]
+            rows.append(Rows(tokens, start, sequence.pages, outputs, known, sequence.slot, certain, given))
         return rows

@@ -41,7 +41,7 @@ class StepRunner:
         None if there is nothing to compute, or if the step needs logits, drafts, or the tokens of `after`.
         """
         speculates, running = self._speculation.active, self._scheduler.running
-        if speculates and any(request.sequence.uncomputed == 1 for request in running):
+        if speculates and any(request.sequence.decodes for request in running):
             return None
         plan = self._scheduler.schedule(self.steps)
         if plan is None or any(self._needs_logits(request, False) for request in plan.requests):

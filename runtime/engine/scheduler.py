@@ -67,8 +67,8 @@ class Scheduler:
         plan = StepPlan([], [], 1)
         budget = self.max_tokens
         unfinished = [request for request in self.running if not _ends_in_pending_step(request)]
-        decoding = [request for request in unfinished if request.sequence.uncomputed == 1]
-        prefilling = [request for request in unfinished if request.sequence.uncomputed > 1]
+        decoding = [request for request in unfinished if request.sequence.decodes]
+        prefilling = [request for request in unfinished if request.sequence.uncomputed and not request.sequence.decodes]
         for request in decoding + prefilling:
             budget -= _append(plan, request, budget)
         if self.waiting and self.pool.prefixes is not None:
@@ -197,7 +197,9 @@ class Scheduler:
             end < len(tokens)
             and end <= request.reusable
             and any(
-                other.sequence.computed < end and other.sequence.tokens[:end] == tokens[:end] for other in computing
+                other.sequence.computed < end and other.sequence.tokens[:end] == tokens[:end]
+                for other in computing
+                if other.sequence.embeds is None
             )
         ):
             return None
@@ -208,6 +210,8 @@ class Scheduler:
     def _note_full_pages(self, request: Request) -> None:
         """Let other requests find the pages that this one has filled."""
         sequence = request.sequence
+        if sequence.embeds is not None:  # tokens do not tell what the pages hold
+            return
         # Positions past the last token, of drafts, do not count.
         full = min(sequence.computed, len(sequence.tokens)) // self.pool.page_tokens
         if self.pool.prefixes is not None and full > (sequence.cached_page.depth if sequence.cached_page else 0):
@@ -220,7 +224,7 @@ class Scheduler:
         self._note_full_pages(request)
         if self.pool.prefixes is not None and request.drafts.cached:
             self.pool.prefixes.note_drafts(sequence.pages, request.drafts.cached)
-        if self.pool.texts is not None and sequence.pages:
+        if self.pool.texts is not None and sequence.pages and sequence.embeds is None:
             self._keep_text(request)
         self.pool.give_back(sequence.pages)
         self.slots.give_back(sequence.slot)

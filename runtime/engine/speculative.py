@@ -80,7 +80,7 @@ class Speculation:
         """How many tokens to draft in the step of `plan`. Only requests that are decoding count."""
         if self.gamma != AUTO or self.controller is None:
             return GammaChoice(self.gamma)
-        decoding = [request for request in plan.requests if request.sequence.uncomputed == 1]
+        decoding = [request for request in plan.requests if request.sequence.decodes]
         return self.controller.choose(decoding, self.in_one_call(plan)) if decoding else GammaChoice(0)
 
     def in_one_call(self, plan: StepPlan) -> bool:
@@ -104,7 +104,7 @@ class Speculation:
         gammas = []
         for request, each in zip(plan.requests, wanted, strict=True):
             left = min(request.spec.max_length, self.drafter.max_position) - len(request.sequence.tokens) - 1
-            gammas.append(max(0, min(each, most, left)) if request.sequence.uncomputed == 1 else 0)
+            gammas.append(max(0, min(each, most, left)) if request.sequence.decodes else 0)
         return gammas
 
     # ---- drafting -------------------------------------------------------------------------------

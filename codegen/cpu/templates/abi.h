@@ -45,6 +45,7 @@ typedef struct {               // one batch of rows for a step
   const qc_draws* draws;       // [S] or null; argmax of rows is the token that they choose
   const int32_t* state_slots;  // [S] distinct slots of states, or null if the model has none
   const int32_t* certain;      // [S] leading positions that are never taken back, or null likewise; see state.h
+  const float* const* embeds;  // [M] or null; an embedding [width] in place of that of the row's token, or null
 } qc_batch;
 
 // The token id that the step after a row with non-finite logits reads. The caller sees argmax == -1 and discards the

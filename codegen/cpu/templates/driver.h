@@ -205,7 +205,7 @@ QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t*
   Model& m = *(Model*)model;
   qc_batch b = *batch;
   const int n = b.tokens;
-  if (b.sequences != n || b.outputs != n) return 1;
+  if (b.sequences != n || b.outputs != n || b.embeds) return 1;
   int32_t *ids = m.feedback, *positions = ids + n, *rows = positions + n;
   for (int s = 0; s < n; ++s) {
     if (b.query_start[s] != s) return 1;

@@ -120,6 +120,12 @@ QC_NOINLINE void embed(Range rows, const int32_t* ids, const T* table, int width
   }
 }
 
+// out[t] = given[t] * factor where given[t] is not null, in place of a token's row.   given: [tokens] or null, each [width]
+QC_NOINLINE void embed_given(Range rows, const float* const* given, int width, float factor, float* out) {
+  for (int t = rows.begin; given && t < rows.end; ++t)
+    for (int i = 0; given[t] && i < width; ++i) out[(int64_t)t * gemm_kp(width) + i] = given[t][i] * factor;
+}
+
 enum NormKind { kRms, kLayer };
 
 // out[t] = (x[t] - mean) / sqrt(variance + eps) * weight + bias; kRms: mean is taken as 0. x: [tokens][stride], zero
