@@ -150,7 +150,7 @@ GPU_MUTATIONS = (
     Mutation(
         "no prompt is computed ahead where drafts follow",
         "runtime/engine/runner.py",
-        "if speculates and any(request.sequence.uncomputed == 1 for request in running):",
+        "if speculates and any(request.sequence.decodes for request in running):",
         "if speculates:",
         f"{ENGINE} -k follow_each_other",
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,23 +15,6 @@ Prompts = Prompt | Sequence[Prompt]
 EmbeddedPrompts: TypeAlias = Any
 """A tensor or an array of floating-point numbers [tokens, width], or a list of such."""
 Params = SamplingParams | Sequence[SamplingParams] | None
-
-
-@dataclass(frozen=True)
-class CheckedPrompt:
-    """A prompt of a call: its text if it was given as one, its tokens, and its embeddings if it was given as those.
-
-    The tokens of a prompt given as embeddings are zeros, which have no meaning.
-    """
-
-    text: str | None
-    tokens: list[int]
-    embeds: FloatArray | None = None
-
-    @property
-    def shown(self) -> list[int]:
-        """The tokens, as outputs report them."""
-        return self.tokens if self.embeds is None else []
 
 
 def as_list(prompts: Prompts) -> list[Prompt]:

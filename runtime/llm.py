@@ -10,19 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
-
-from qcompile.errors import LongPromptError, OverflowedError, UsageError, shown
+from qcompile.errors import OverflowedError, UsageError
 from qcompile.runtime.arguments import (
-    CheckedPrompt,
     EmbeddedPrompts,
     Params,
     Prompts,
-    are_tokens,
     as_list,
     embeddings,
     params_for,
-    plain,
     token_rows,
 )
 from qcompile.runtime.engine.blocks import BlockPool
@@ -31,10 +26,10 @@ from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.evaluate import Evaluation, perplexity
 from qcompile.runtime.options import MAX_BATCH
 from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.prompts import CheckedPrompt, PromptReader
 from qcompile.runtime.sampling.sampling import SamplingParams, plain_number
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
-from qcompile.runtime.tokenizer import encode
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +67,7 @@ class LLM:
             remember = 0  # the states after a cached page are not kept
         pool = BlockPool(total, limits.page_tokens, limits.ring_tokens, total if remember is None else remember)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, drafter)
+        self._prompts = PromptReader(self.engine)
         self._owner: dict[int, tuple[_Run, int]] = {}  # by request id
         self._lock = threading.RLock()  # see `_exclusive`
         self._locked = self._lent = False
@@ -163,25 +159,7 @@ class LLM:
         for one in params_of_each:
             self.check(one)
         pairs = zip(listed, params_of_each, strict=True)
-        return [self._checked_prompt(prompt, one) for prompt, one in pairs], params_of_each
-
-    def _checked_prompt(self, prompt: Any, params: SamplingParams) -> CheckedPrompt:
-        """A prompt of text, tokens, or embeddings from `embeddings`. Raises UsageError."""
-        alone = params.max_tokens == 0
-        if not isinstance(prompt, np.ndarray) or prompt.dtype != np.float32:
-            return CheckedPrompt(prompt if isinstance(prompt, str) else None, self.encode(prompt, alone=alone))
-        width = self.executor.embed_width
-        if not width:
-            raise UsageError(
-                "this artifact takes no prompt_embeds: those for CPUs do, if the model reads tokens for one table of"
-                " embeddings only, and no pass has changed it"
-            )
-        if prompt.shape[1] != width:
-            raise UsageError(f"prompt_embeds must be [tokens, {width}], and have shape {list(prompt.shape)}")
-        if params.prompt_logprobs is not None:
-            raise UsageError("prompt_logprobs are for prompts of tokens: embeddings have none")
-        self._check_length(len(prompt), alone)
-        return CheckedPrompt(None, [0] * len(prompt), prompt)
+        return [self._prompts.read(prompt, one) for prompt, one in pairs], params_of_each
 
     def _run(
         self, prompts: list[CheckedPrompt], params_of_each: list[SamplingParams], partial: bool
@@ -283,50 +261,11 @@ class LLM:
         special: False if the text contains all special tokens already, as the output of a chat template does. alone:
         whether no token will follow.
         """
-        if isinstance(prompt, str):
-            if not prompt:
-                raise UsageError("the prompt is empty: give at least one character")
-            tokens = encode(self._tokenizer(), prompt, special)
-            if not tokens:
-                raise UsageError("the prompt has no tokens: give other text")
-        elif isinstance(listed := plain(prompt), Sequence) and not isinstance(listed, bytes) and are_tokens(listed):
-            tokens = [int(token) for token in listed]
-            if not tokens:
-                raise UsageError("the prompt is empty: give at least one token")
-        else:
-            raise UsageError(f"a prompt must be text or a list of token numbers, not {type(prompt).__name__}")
-        self._check_range(tokens)
-        if cut:
-            return tokens[1 - self.context :] if len(tokens) >= self.context > 1 else tokens
-        self._check_length(len(tokens), alone)
-        return tokens
-
-    def _check_length(self, count: int, alone: bool) -> None:
-        """Raise LongPromptError unless the context has room for `count` tokens, and one more unless `alone`."""
-        if count >= self.context + alone:
-            message = f"the prompt is too long: it has {count} tokens, {self._context_text()}, answer included"
-            raise LongPromptError(f"{message}: shorten it")
+        return self._prompts.encode(prompt, cut, special, alone)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included; empty if the artifact has no tokenizer."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False) if self.tokenizer else ""
-
-    def _context_text(self) -> str:
-        """For messages: how long a text may be, and whether the model or the cache is the limit."""
-        longest = self.executor.limits.max_position
-        if self.context < longest:
-            return f"the cache room for {self.context} of the model's {longest} (see kv_cache_bytes)"
-        return f"the context {self.context}"
-
-    def _check_range(self, tokens: Sequence[int]) -> None:
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise UsageError(f"token {shown(bad)} is outside the vocabulary of {self.vocab_size}")
-
-    def _tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise UsageError("this artifact has no tokenizer: give token numbers instead of text")
-        return self.tokenizer
 
     def logits(self, token_ids: Any, chunk: int | None = None) -> torch.Tensor:
         """Float32 logits [batch, tokens, vocab] of one forward pass over token_ids [batch, tokens].
@@ -338,9 +277,9 @@ class LLM:
 
         rows = token_rows(token_ids)
         for row in rows:
-            self._check_range(row)
+            self._prompts.check_range(row)
         if len(rows[0]) > self.context:
-            raise UsageError(f"the text has {len(rows[0])} tokens, {self._context_text()}: shorten it")
+            raise UsageError(f"the text has {len(rows[0])} tokens, {self._prompts.limit}: shorten it")
         chunk = plain_number(chunk)
         if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
             raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}")
@@ -358,7 +297,7 @@ class LLM:
         max_windows: int | None = None,
     ) -> Evaluation:
         """Perplexity on a JSONL file (one {"text": …} a line) or a list of texts; see `runtime.evaluate`."""
-        tokenizer, bos = self._tokenizer(), self.bos_token_id
+        tokenizer, bos = self._prompts.tokenizer, self.bos_token_id
         with self._exclusive():
             return perplexity(self.engine, tokenizer, bos, documents, window, progress, max_windows)
 
