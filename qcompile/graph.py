@@ -31,8 +31,8 @@ class ModelInfo:
 
     `parameters` counts tied weights once. `left_out` has the modules that no text reaches, as a vision tower, and their
     bytes in the checkpoint. `stated_position` is the context that the model states, if `max_position` is less.
-    bytes in the checkpoint. `embeds_scale` is the factor between a row of the token embedding's table and what
-    transformers' `inputs_embeds` have for its token; 0 if they are no multiple of a row.
+    `embeds_scale` is the factor between a row of the token embedding's table and what transformers' `inputs_embeds`
+    have for its token; 0 if they are no multiple of a row.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ModelInfo:
     def facts(self) -> dict[str, Any]:
         """What the manifest records about the model."""
         facts = asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
-        usual = {"left_out": {}, "stated_position": None, "embeds_scale": 1.0}
+        usual: dict[str, Any] = {"left_out": {}, "stated_position": None, "embeds_scale": 1.0}
         return {key: value for key, value in facts.items() if key not in usual or value != usual[key]}
 
 

@@ -229,4 +229,13 @@ def _info(name: str, directory: Path, config: Any, traced: _Traced) -> ModelInfo
     ):  # a default of another vocabulary, outside this embedding
         begin = None
     parameters, size = count_parameters(traced.program), int(text.vocab_size)
-    return ModelInfo(name, size, context_length(config), begin, ends, parameters, traced.left_out, traced.embeds_scale)
+    return ModelInfo(
+        name,
+        size,
+        context_length(config),
+        begin,
+        ends,
+        parameters,
+        left_out=traced.left_out,
+        embeds_scale=traced.embeds_scale,
+    )
