@@ -28,6 +28,7 @@ from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.fuse_experts import prepare_slots
 from qcompile.codegen.gpu.reads import Reads
 from qcompile.codegen.program import Program
+from qcompile.codegen.state_calls import ConvStep
 from qcompile.errors import PassError
 from qcompile.formats.registry import weight_format
 
@@ -225,6 +226,26 @@ def _addend(reads: Reads, combine: Combine, after: Call | None) -> str | None:
     return other if reads.alone(after, combine.out) and reads.disjoint([after.out], combine.reads) else None
 
 
+def activate_convolutions(program: Program) -> Program:
+    """A convolution applies the activation that follows it, as long as nothing else reads what it is applied to."""
+    reads, calls = Reads(program), list[Call]()
+    fused_away: Call | None = None
+    for call, after in zip_longest(program.calls, program.calls[1:]):
+        if call is fused_away:
+            continue
+        if isinstance(call, ConvStep) and isinstance(after, Elementwise) and _activates(program, reads, call, after):
+            call, fused_away = fused.ActivatedConv(call.name, replace(call, out=after.out), after.kind), after
+        calls.append(call)
+    return replace(program, calls=tuple(calls))
+
+
+def _activates(program: Program, reads: Reads, conv: ConvStep, after: Elementwise) -> bool:
+    """Whether `after` applies a function to the whole result of the convolution, which can store that instead."""
+    whole = after.x == conv.out and after.x_offset == 0 and program.buffer(after.out).width == conv.features
+    alone = after.out != conv.out and reads.alone(after, conv.out) and reads.disjoint([after.out], conv.reads)
+    return after.kind in ops.UNARY and whole and alone
+
+
 def chain_routes(program: Program) -> Program:
     """Consecutive steps of a router become one call, as long as none stores where another program may yet read."""
     reads, calls = Reads(program), list[Call]()
@@ -268,6 +289,7 @@ RULES: tuple[Callable[[Program], Program], ...] = (
     measure_results,
     normalize_in_append,
     add_in_combine,
+    activate_convolutions,
     chain_routes,
     prepare_slots,
 )

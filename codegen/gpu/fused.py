@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qcompile.codegen.calls import Attention, Call, ExpertGemm, Gemm, Norm, NormHeads, QuantizeRows, RopeAppend, Route
+from qcompile.codegen.state_calls import ConvStep
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,16 @@ class CombineAdd(Call):
     other: str
     slots: int
     scores: str | None = None
+
+
+@dataclass(frozen=True)
+class ActivatedConv(FusedCall):
+    """ConvStep, whose results get the activation `act`."""
+
+    kernel: ClassVar[str] = "activated_conv"
+    part_fields: ClassVar[tuple[str, ...]] = ("conv",)
+    conv: ConvStep
+    act: str
 
 
 @dataclass(frozen=True)

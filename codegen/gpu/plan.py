@@ -124,6 +124,7 @@ _LAUNCHES: Mapping[type[Call], Callable[[PlanContext, Any], Iterator[Launch]]] =
     fused.MeasuredQuantize: measured_quantize,
     fused.NormedAppend: attention_launches.append,
     fused.CombineAdd: router_launches.combine,
+    fused.ActivatedConv: state_launches.conv_step,
     fused.RouteChain: router_launches.route_chain,
     fused.QuantizeSlots: expert_launches.quantize_slots,
     fused.NormSlots: expert_launches.norm_slots,

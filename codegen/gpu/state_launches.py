@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
+from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import Grid, GridSize, InputRef, Operands, SlotsRef
@@ -14,12 +15,13 @@ from qcompile.codegen.state_calls import ConvStep, RecurrenceStep
 from qcompile.errors import UnsupportedError
 
 
-def conv_step(context: PlanContext, c: ConvStep) -> Iterator[Launch]:
+def conv_step(context: PlanContext, call: ConvStep | fused.ActivatedConv) -> Iterator[Launch]:
     """The launches of a convolution: one if sequences have few rows, else one that computes and one that stores."""
+    c, act = (call.conv, call.act) if isinstance(call, fused.ActivatedConv) else (call, "")
     _check_f32(context, c.x, c.out)
     x, out = context.buffer(c.x), context.buffer(c.out)
     slot_numbers = context.program.states.slot_numbers
-    spec = ConvSpec(c.layer, x.stride, out.stride, c.state, slot_numbers, c.bias is not None)
+    spec = ConvSpec(c.layer, x.stride, out.stride, c.state, slot_numbers, c.bias is not None, act=act)
     args: Operands = {"x": context.ref(c.x, column=c.x_offset), "out": context.ref(c.out), "states": SlotsRef()}
     args |= weight_refs(weight=c.weight, bias=c.bias)
     args |= {name: InputRef(name) for name in ("row_sequence", "positions", "query_start", "state_slots")}

@@ -41,13 +41,15 @@ class ConvSpec:
     bias: bool = False
     computes: bool = True
     keeps: bool = True
+    act: str = ""
+    """An activation of ops.UNARY that results get, or none."""
 
     BLOCK = 512
 
     @property
     def title(self) -> str:
         """Title of the generated source."""
-        done = ["Convolution"] * self.computes + ["ring"] * self.keeps
+        done = [f"Convolution, {self.act}".rstrip(", ")] * self.computes + ["ring"] * self.keeps
         return f"{' and '.join(done)} of {self.layer.features} features, {self.layer.width} taps"
 
     @property
@@ -65,7 +67,7 @@ class ConvSpec:
         names = ["x", "states", *["out", "weight"] * self.computes, *["bias"] * (self.computes and self.bias)]
         arguments = [Argument(name, "*fp32") for name in names]
         arguments += [Argument(name, "*i32") for name in ("row_sequence", "positions", "query_start", "state_slots")]
-        name = "_".join(["conv", *["step"] * self.computes, *["keep"] * (not self.computes)])
+        name = "_".join(["conv", *[self.act] * (self.act != ""), "step"] if self.computes else ["conv", "keep"])
         pdl = capability >= 90
         values: dict[str, Any] = {"spec": self, "name": name, "arguments": arguments, "pdl": pdl}
         return Kernel(name, render_template("conv_step.py.jinja", **values), tuple(arguments), 4, 1, pdl)

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from qcompile import ops
+from qcompile.codegen.calls import Call, Elementwise, TakeRows
+from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.compile import compile_kernel
+from qcompile.codegen.gpu.fuse import activate_convolutions, fuse
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.states import FUSED_ROWS, ConvSpec, RecurrenceSpec
+from qcompile.codegen.state_calls import ConvStep
 from qcompile.errors import UnsupportedError
 from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState
 from qcompile.targets import TARGETS
@@ -173,14 +177,14 @@ def test_bits_do_not_depend_on_the_step(name: str) -> None:
 # ---- convolutions ----------------------------------------------------------------------------------
 
 
-def interpret_convolution(features: int, width: int, bias: bool) -> None:
+def interpret_convolution(features: int, width: int, bias: bool, act: str = "") -> None:
     """Few rows in one launch, many in two, which together do what the reference does."""
     from qcompile.codegen.gpu.compile import load
 
     torch.manual_seed(3)
     state, gap = ConvState(features, width), 5
     numbers = OFFSET + state.size
-    base = ConvSpec(state, features + gap, features + 1, OFFSET, numbers, bias)
+    base = ConvSpec(state, features + gap, features + 1, OFFSET, numbers, bias, act=act)
     weight, shift = torch.randn(features, width), torch.randn(features) if bias else None
     packed = torch.nn.functional.pad(weight.t(), (0, base.padded_features - features)).contiguous()
     short = [_rows(3, 5, 3), _rows(4, 0, 1), _rows(1, 70, 0)]
@@ -192,6 +196,7 @@ def interpret_convolution(features: int, width: int, bias: bool) -> None:
         arrays = _step_arrays(chunks, "row_sequence", "positions", "query_start", "state_slots")
         sequence, positions, _, slots = (each.long() for each in arrays)
         wanted, after = ops.reference("conv_step")(x, weight, shift, positions, sequence, slots, states, OFFSET)
+        wanted = ops.UNARY[act](wanted) if act else wanted
         out = torch.full((rows, features + 1), float("nan"))
         padded = torch.nn.functional.pad(x, (0, gap), value=float("nan"))
         for spec in kinds:
@@ -208,8 +213,8 @@ def _only(spec: ConvSpec, what: str) -> ConvSpec:
     return dataclasses.replace(spec, computes=what == "computes", keeps=what == "keeps")
 
 
-@pytest.mark.parametrize("shape", [(7, 4, True), (600, 2, False), (33, 1, True)])
-def test_convolutions_interpreted(shape: tuple[int, int, bool]) -> None:
+@pytest.mark.parametrize("shape", [(7, 4, True), (600, 2, False), (33, 1, True, "silu")])
+def test_convolutions_interpreted(shape: tuple[int, int, bool, str]) -> None:
     interpreted(__name__, f"interpret_convolution{shape}")
 
 
@@ -258,6 +263,32 @@ def test_a_convolution_of_few_rows_is_one_launch() -> None:
     assert [variant.most for variant in first.variants] == [FUSED_ROWS, 0] == [v.most for v in keep.variants]
     assert keep.variants[0].code is None and "conv_keep" in keep.variants[1].kernel
     assert FUSED_ROWS <= LOG_TOKENS
+
+
+def test_a_convolution_applies_the_activation_that_follows() -> None:
+    program = gpu_program(recurrent(hidden=64, layers=1), "bf16", {})[1]
+    [conv] = [call for call in fuse(program).calls if isinstance(call, fused.ActivatedConv)]
+    assert conv.act == "silu" and conv.writes == ("unary",) and conv.reads == ("gemm",)
+    assert "conv_silu_step" in " ".join(make_plan(program, TARGETS["h200"]).kernels)
+
+
+@pytest.mark.parametrize("change", ["kind", "column", "reader", "place", "gap"])
+def test_what_a_convolution_does_not_apply(change: str) -> None:
+    program = gpu_program(recurrent(hidden=64, layers=1), "bf16", {})[1]
+    at = next(i for i, call in enumerate(program.calls) if isinstance(call, ConvStep))
+    conv, silu, *rest = program.calls[at:]
+    assert isinstance(silu, Elementwise) and isinstance(conv, ConvStep)
+    after: dict[str, list[Call]] = {
+        "kind": [dataclasses.replace(silu, kind="scale", factor=2.0), *rest],
+        "column": [dataclasses.replace(silu, x_offset=4), *rest],
+        "reader": [silu, *rest, TakeRows("take", conv.out, "taken")],
+        "place": [silu, *rest],  # its result lies where other rows have yet to read
+        "gap": [TakeRows("take", conv.x, "taken"), silu, *rest],
+    }
+    moved = dataclasses.replace(program.buffer(silu.out), offset=program.buffer(conv.x).offset)
+    buffers = tuple(moved if change == "place" and b.name == silu.out else b for b in program.buffers)
+    changed = dataclasses.replace(program, calls=(*program.calls[:at], conv, *after[change]), buffers=buffers)
+    assert activate_convolutions(changed) == changed
 
 
 def test_keys_that_fit_no_registers_are_refused() -> None:
