@@ -238,7 +238,10 @@ class Statements:
         call = f"{weight_format(c.format).cpu_kernel(kind)}(g, x, w);"
         run = f"[](const Gemm& g, const auto& x, const Worker& w) {{ {call} }}"
         lines.append(f"expert_gemm<{rows}>({e}, {how}, s.w, (char*)s.w.scratch + kOwnScratchBytes,")
-        return [*lines, f"            {run});"]
+        lines.append(f"            {run});")
+        if out.width != out.stride:
+            lines.append(f"pad_rows({self.mine(out.name)}, {ident(out.name)}, {out.width});")
+        return lines
 
     def _combine(self, c: Combine, _: int) -> list[str]:
         x, width = self.program.buffer(c.x), self.program.buffer(c.out).width

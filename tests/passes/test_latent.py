@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qcompile
-from qcompile import check, ops, pipeline
+from qcompile import SamplingParams, check, ops, pipeline
 from qcompile.calibration import Calibration
 from qcompile.passes.base import apply, run_passes
 from qcompile.passes.center_keys import CenterKeys
@@ -134,9 +134,25 @@ def test_four_bits_have_a_scale_for_each_part_of_a_latent() -> None:
     assert error[..., LATENT_GROUP:].abs().max() < 0.5 < error[..., :LATENT_GROUP].abs().max()
 
 
-@pytest.mark.parametrize(("recipe", "format"), [("f32", "kv32"), ("w4a8", "kv16"), ("w4a8", "kv8"), ("w4a8", "kv4")])
-def test_kernels_agree_with_references_whatever_the_step(recipe: str, format: str, tmp_path: Path) -> None:
-    graph, options = latent(heads=HEADS, rank=80, vocab=64), {"cache.format": format}
+ODD: dict[str, Any] = {"heads": 5, "turned": 8, "plain": 24, "rank": 33}
+SCORED: dict[str, Any] = {"window": 30, "softcap": 2.0, "more_scores": True}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "format", "shape"),
+    [
+        ("f32", "kv32", {}),
+        ("w4a8", "kv16", {}),
+        ("w4a8", "kv8", ODD),
+        ("w4a8", "kv4", {}),
+        ("f32", "kv32", ODD | SCORED),
+        ("f32", "kv32", {"heads": 36} | SCORED),
+    ],
+)
+def test_kernels_agree_with_references_whatever_the_step(
+    recipe: str, format: str, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    graph, options = latent(**({"heads": HEADS, "rank": 80, "vocab": 64} | shape)), {"cache.format": format}
     pipeline.build(graph, tmp_path / "out", recipe=recipe, options=options)
     ids, _ = sequence_inputs(70, vocab=64)
     logits = logits_whatever_the_step(tmp_path / "out", ids)
@@ -166,3 +182,21 @@ def test_steps_of_any_batch_give_the_same_bits(tmp_path: Path) -> None:
         together = llm.logits(ids)
         for row in range(3):
             assert torch.equal(llm.logits(ids[row : row + 1]), together[row : row + 1])
+
+
+@pytest.mark.parametrize(("recipe", "format"), [("nested", "kv16"), ("qspec", "kv4"), ("quantspec", "kv_hier")])
+def test_speculation_is_exact(recipe: str, format: str, tmp_path: Path) -> None:
+    """With drafts, of which some are rejected, texts are those without."""
+    graph = latent(heads=HEADS, rank=80, vocab=64)
+    pipeline.build(graph, tmp_path / "out", recipe=recipe, options={"cache.format": format})
+    texts = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 9, 40, 70)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    found: list[Any] = []
+    for gamma in (0, 3):
+        with qcompile.load(tmp_path / "out", threads=2, gamma=gamma) as llm:
+            outputs = llm.generate(texts, params)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+    rounds = [output.speculation for output in outputs]
+    drafted, accepted = (sum(sum(getattr(each, name)) for each in rounds) for name in ("drafted", "accepted"))
+    assert 0 < accepted < drafted

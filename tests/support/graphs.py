@@ -198,13 +198,17 @@ def latent(
     narrow: int = 16,
     rank: int = 24,
     odd: str = "",
+    window: int = 0,
+    softcap: float = 0.0,
+    more_scores: bool = False,
 ) -> Graph:
     """A decoder of one attention at stage `raise`, its queries, keys and values out of normalized values of `rank`.
 
     Heads of queries and keys have `turned` features ahead of `plain` ones, the keys' turned ones alike in all heads;
     those of values have `narrow`. `odd` names what keeps keys and values from being linear in one latent: "biased k",
     "biased v", "normed k", "own turn" (turned features of each head's own), "other v" (of other low values), "late
-    turn" (of queries, after a scale), "slow turn" (of queries, by other angles).
+    turn" (of queries, after a scale), "slow turn" (of queries, by other angles). `more_scores`: with sinks and biases
+    of keys.
     """
     begun = Begun(vocab)
     graph, ids, positions, kept, weight = begun.graph, begun.ids, begun.positions, begun.kept, begun.weight
@@ -232,7 +236,8 @@ def latent(
     q = graph.call("scale", q, 0.5) if odd == "late turn" else q
     slow = kept("slow", inv_freq_values / 2) if odd == "slow turn" else inv_freq
     q, k = (graph.call("rope", t, positions, each, 1.0, False) for t, each in ((q, slow), (k, inv_freq)))
-    mixed = graph.call("merge_heads", graph.call("attention", q, k, v, size**-0.5))
+    more = begun.more_scores(heads, more_scores, more_scores)
+    mixed = graph.call("merge_heads", graph.call("attention", q, k, v, size**-0.5, window, softcap, **more))
     x = graph.call("add", x, linear(mixed, "o", hidden))
     graph.fx.output(linear(graph.call("rms_norm", x, None, 1e-6), "head", vocab))
     return graph

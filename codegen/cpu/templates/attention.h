@@ -404,11 +404,20 @@ QC_INLINE int tile_rows(const AttentionArgs& a, int kv_heads, int threads, int m
   }
 }
 
+// The same for latents, whose tiles take about as long as they have rows: a multiple of as many tiles as threads.
+QC_INLINE int latent_tile_rows(const AttentionArgs& a, int threads, int most) {
+  const int rows = max_rows(a, a.heads), waves = (rows + threads * most - 1) / (threads * most);
+  return ((rows + threads * waves - 1) / (threads * waves) + 7) / 8 * 8;
+}
+
 // The same for all kv heads, with tiles assigned dynamically; `next` is the shared task counter.
 template <KvFormat F>
 QC_NOINLINE void attention_tasks(const AttentionArgs& a, const KvLayer<F>& kv, uint32_t* next, const Worker& w) {
   const int group = a.heads / kv.kv_heads;
-  const int tile = F >= kKvHier ? 1 << 30 : tile_rows(a, kv.kv_heads, w.threads, tile_height(F, group));
+  const int most = tile_height(F, group);
+  const int tile = F >= kKvHier   ? 1 << 30
+                   : is_latent(F) ? latent_tile_rows(a, w.threads, most)
+                                  : tile_rows(a, kv.kv_heads, w.threads, most);
   const TileShape shape(max_rows(a, group));
   uint32_t at = 0, task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
   for (int s = 0; s < a.sequences; ++s) {

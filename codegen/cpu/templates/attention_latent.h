@@ -9,23 +9,23 @@
 #pragma once
 #include "attention.h"
 
-constexpr int kLatentRows = kVectorRows;  // rows per tile
+constexpr int kLatentRows = kVectorRows;  // most rows per tile
 
 // One thread's working set besides AttentionScratch: a widened page, and sums with a column per row.
 struct LatentScratch {
   float* page;     // [dp][64]
   float* weights;  // [64][kLatentRows] softmax weights
-  float* part;     // [value features][kLatentRows], of the page
-  float* sum;      // the same, of all pages so far
+  float* part;     // [kLatentHeight][kLatentRows], of some value features in the page
+  float* sum;      // [value features][kLatentRows], of all pages so far
 };
 constexpr size_t latent_scratch_bytes(int dp) {
-  return sizeof(float) * (size_t)(dp * kPage + kPage * kLatentRows + 2 * dp * kLatentRows);
+  return sizeof(float) * (size_t)(dp * kPage + (kPage + 8 + dp) * kLatentRows);
 }
 QC_INLINE LatentScratch latent_scratch(void* memory, int dp) {
   float* page = (float*)memory;
   float* weights = page + dp * kPage;
   float* part = weights + kPage * kLatentRows;
-  return {page, weights, part, part + dp * kLatentRows};
+  return {page, weights, part, part + 8 * kLatentRows};
 }
 
 // Positions 0 .. n - 1 of a page as floats, n a multiple of 16; returned as [dp][64].
@@ -53,16 +53,30 @@ QC_INLINE const float* widen_page(const KvBlock& block, int dp, int n, float* to
   return to;
 }
 
-// Merges the page's (maximum, sum, part) of every row into the running (maximum, sum, out).
-QC_INLINE void merge_latent(AttentionScratch& s, const LatentScratch& l, int rows, int features) {
-  alignas(64) float keep[kTileRows], add[kTileRows];
-  for (int r = 0; r < rows; r += 16) merge_sums(s, r, s.page_max + r, s.page_sum + r, keep + r, add + r);
-  for (int d = 0; d < features; ++d)
-    for (int r = 0; r < rows; r += 16) {
-      float* sum = l.sum + d * kLatentRows + r;
-      const f32x16 part = load<f32x16>(l.part + d * kLatentRows + r);
+#if defined(__AVX512F__)
+constexpr int kLatentHeight = 8;  // with one vector of rows, as many chains as hide the latency of multiply-adds
+#else
+constexpr int kLatentHeight = kTileHeight;
+#endif
+
+// Adds the page's weighted sums of features d .. d + R - 1 for 16 V rows to the running ones, rescaling both.
+template <int R, int V>
+QC_INLINE void add_features(const float* values, const LatentScratch& l, int d, int limit, const float* keep,
+                            const float* add) {
+  multiply_tile<R, V>(values + d * kPage, kPage, Floats{l.weights, kLatentRows}, 0, limit, 0, l.part, kLatentRows, false);
+  for (int i = 0; i < R; ++i)
+    for (int r = 0; r < 16 * V; r += 16) {
+      float* sum = l.sum + (d + i) * kLatentRows + r;
+      const f32x16 part = load<f32x16>(l.part + i * kLatentRows + r);
       store(sum, load<f32x16>(sum) * load<f32x16>(keep + r) + part * load<f32x16>(add + r));
     }
+}
+template <int V>
+QC_NOINLINE void add_values(const float* values, const LatentScratch& l, int features, int limit, const float* keep,
+                            const float* add) {
+  int d = 0;
+  for (; d + kLatentHeight <= features; d += kLatentHeight) add_features<kLatentHeight, V>(values, l, d, limit, keep, add);
+  for (; d < features; ++d) add_features<1, V>(values, l, d, limit, keep, add);
 }
 
 // Attends to a page of keys k [dp][64] for the tile's rows, the last of which is at position `last`.
@@ -79,9 +93,13 @@ QC_INLINE void attend_latent_page(const AttentionArgs& a, const float* k, Attent
     for (int r = 0; r < rows; ++r) l.weights[j * kLatentRows + r] = s.score[r * kPage + j];
     for (int r = rows; r < wide; ++r) l.weights[j * kLatentRows + r] = 0.0f;
   }
-  multiply(a.value_dim, k + a.value_start * kPage, kPage, Floats{l.weights, kLatentRows}, 0, limit, wide, l.part,
-           kLatentRows, false);
-  merge_latent(s, l, wide, a.value_dim);
+  alignas(64) float keep[kTileRows], add[kTileRows];
+  for (int r = 0; r < wide; r += 16) merge_sums(s, r, s.page_max + r, s.page_sum + r, keep + r, add + r);
+  const float* values = k + a.value_start * kPage;
+  static_assert(kLatentRows == 48, "add_values takes one to three vectors of rows");
+  if (wide == 16) add_values<1>(values, l, a.value_dim, limit, keep, add);
+  else if (wide == 32) add_values<2>(values, l, a.value_dim, limit, keep, add);
+  else add_values<3>(values, l, a.value_dim, limit, keep, add);
 }
 
 // Query rows first .. first + rows - 1 of one sequence; row = token * heads + head.

@@ -196,10 +196,13 @@ QC_NOINLINE void expert_gemm(const Experts& e, Q8Kind how, const Worker& w, char
   const int index_stride = gemm_kp(e.slots);
   for (int expert = 0; expert < e.experts; ++expert) {
     int pairs[kExpertRows], count = 0;
-    for (int pair = 0; pair < e.tokens * e.slots; ++pair) {
-      const int32_t* chosen = (const int32_t*)(e.index + (int64_t)(pair / e.slots) * index_stride);
-      if (chosen[pair % e.slots] != expert) continue;
-      pairs[count++] = pair;
+    for (int t = 0; t < e.tokens; ++t) {
+      const int32_t* chosen = (const int32_t*)(e.index + (int64_t)t * index_stride);
+      // A token chooses an expert once at most; where it chooses all in their order, at once.
+      int slot = expert < e.slots && chosen[expert] == expert ? expert : 0;
+      while (slot < e.slots && chosen[slot] != expert) ++slot;
+      if (slot == e.slots) continue;
+      pairs[count++] = t * e.slots + slot;
       if (count == kExpertRows) {
         expert_chunk<Rows>(e, expert, pairs, count, how, w, memory, run);
         count = 0;

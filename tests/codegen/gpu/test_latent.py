@@ -64,8 +64,9 @@ def test_steps_over_latents_interpreted(case: str) -> None:
 
 
 def test_odd_sizes_interpreted() -> None:
-    """Features that fill no block, and more heads than a program's rows."""
-    interpreted(__name__, "interpret_steps('bf16', 'kv8', heads=36, rank=96, turned=8, plain=64)")
+    """Features that fill no block, and more heads than a program's rows; a window, capped scores, sinks and biases."""
+    more = "window=30, softcap=2.0, more_scores=True"
+    interpreted(__name__, f"interpret_steps('bf16', 'kv8', heads=36, rank=96, turned=8, plain=64, {more})")
 
 
 def interpret_every_expert() -> None:
