@@ -149,6 +149,17 @@ class Builder:
         size, label = (rows, shape.numel() // rows), ".".join(map(str, order))
         return self._derived(weight, f"rows{rows}.{label}", size, lambda w: w.permute(*order).reshape(size))
 
+    def chosen_rows(self, table: fx.Node, rows: torch.Tensor, node: fx.Node) -> fx.Node:
+        """The weight `table` with the rows `rows` in their order; `table` itself if these are its first rows in order.
+
+        Raises UnsupportedError naming `node` if a row is outside the table.
+        """
+        if not len(rows) or int(rows.min()) < 0 or int(rows.max()) >= table.meta["val"].shape[0]:
+            raise unsupported(node, "chooses rows outside its table")
+        if torch.equal(rows, torch.arange(len(rows))):
+            return self.weight(table)
+        return self._rows(self.weight(table), rows.numpy())
+
     def rows_from(self, weight: fx.Node, start: int) -> fx.Node:
         """The rows of `weight` from `start` on."""
         shape = weight.meta["val"].shape

@@ -8,6 +8,7 @@ from qcompile.passes.raising import values
 from qcompile.passes.raising.builder import Builder, feature_sizes
 from qcompile.passes.raising.facts import LENGTHS, WHOLE, Constant, Facts, Known, Opaque
 from qcompile.passes.raising.nodes import Arguments, operator_name, rounds, unsupported
+from qcompile.passes.raising.token_maps import mapped
 from qcompile.passes.raising.values import Value, identity
 
 
@@ -36,6 +37,9 @@ def _rows(facts: Facts, build: Builder, table: fx.Node, index: fx.Node) -> Known
     width = int(table.meta["val"].shape[1])
     if isinstance(known, Opaque) and known.node is facts.token_ids:
         return identity(build.call("embedding", build.token_ids, build.weight(table)), ("B", "T", "F"), (width,))
+    if isinstance(known, Opaque) and (tokens := mapped(facts, index)) is not None:
+        rows = build.chosen_rows(table, tokens, index)
+        return identity(build.call("embedding", build.token_ids, rows), ("B", "T", "F"), (width,))
     if not isinstance(known, Value) or known.base is not None or known.sizes:
         return None
     terms = {int(term["kind"]): float(term["coef"]) for term in known.terms}

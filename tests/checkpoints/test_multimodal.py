@@ -33,6 +33,7 @@ KINDS = (
     "llava_onevision",  # options of the head handed on to attention
     "qwen2_audio",
     "aya_vision",
+    "kimi_k25",  # placeholders that become token 0, latent attention, experts
     "mllama",  # layers of cross attention, which no text reaches
 )
 
