@@ -70,6 +70,9 @@ SHARED_KEYS = {
     "layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"],
     "num_kv_shared_layers": 2,
 }
+WIDE_HEADS = {"head_dim": 4 * HEAD, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""For three parts of the rotary embedding, whose sizes the type's own code knows."""
+TWICE = {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD}
 EXCEPTIONS: dict[str, Settings] = {
     "bamba": HYBRID,
     "cohere_compass_text": {
@@ -80,19 +83,38 @@ EXCEPTIONS: dict[str, Settings] = {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 1.0},
         "ffn_config": {"hidden_size": WIDTH, "ffn_hidden_size": 96, "moe_num_experts": 6, "moe_top_k": 2},
     },
-    "dots3_note_text": {"swa_head_dim": HEAD + 16},
+    "chameleon": {"vocabulary_map": {"<image>": 3}},
+    "cosmos3_edge_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0, "mrope_section": [8, 4, 4]}
+    },
+    "deepseek_ocr2_text": {
+        **{"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2, "num_experts_per_tok": CHOSEN},
+        **{"n_group": 1, "topk_group": 1},
+    },
+    "dots3_note_text": {"head_dim": HEAD + 16},
+    "ernie4_5_vl_moe_text": {"head_dim": 4 * HEAD},
+    "falcon_h1": {"mamba_d_head": HEAD, "mamba_n_groups": 1},
+    "glm4v_moe_text": {"head_dim": 4 * HEAD},
+    "glm4v_text": {"head_dim": 2 * HEAD, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "glm_ocr_text": {"head_dim": 2 * HEAD},
     "deepseek_v2": {"num_experts_per_tok": CHOSEN, "n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1},
-    "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1},
+    "dots1": {
+        **{"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": CHOSEN},
+        **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True},
+    },
     "gemma3n_text": {
         **SHARED_KEYS,
         "intermediate_size": 352,
         "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0, 0.0],
     },
-    "glm5_next": {"index_topk": 16},
+    "glm5_next_text": {"index_topk": 16},
     "granitemoehybrid": HYBRID,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "mamba2": {"num_heads": 16, "head_dim": HEAD, "n_groups": 1},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
     "nemotron": {"num_key_value_heads": GROUPS},
+    "paddleocr_vl_text": {"head_dim": 4 * HEAD},
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), WIDE_HEADS),
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -101,7 +123,18 @@ EXCEPTIONS: dict[str, Settings] = {
         "indexer_compress_ratio": 4,
     },
     "reformer": {"is_decoder": True},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"], "num_hidden_layers": 5},
+    "step3p5": {"sliding_window": WINDOW},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {
+        **TWICE,
+        **{"mamba_headdim": 2 * HEAD, "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3]},
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
+    "zamba": {
+        **TWICE,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"],
+        "num_hidden_layers": 5,
+    },
 }
 """Settings of the text part of a type, over what the rules give."""
 

@@ -1,0 +1,45 @@
+"""Tiny configurations of any type, of which benchmarks/decoder_types.py makes its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import tiny
+from benchmarks.families import auto_class
+
+KINDS = ("llama", "gpt2", "gemma4_text", "deepseek_v3", "qwen3_next", "dbrx", "bamba", "glm4v_moe", "laguna", "mpt")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_type_is_small_and_can_be_made(kind: str) -> None:
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.for_model(kind, **tiny.settings(kind))
+    with torch.device("meta"):
+        module = auto_class(kind).from_config(config)
+    assert sum(p.numel() for p in module.parameters()) < 4e7
+    text = config.get_text_config()
+    assert 2 <= text.num_hidden_layers <= tiny.MOST_LAYERS and text.vocab_size == tiny.VOCABULARY
+
+
+def test_a_layer_of_each_kind_is_kept() -> None:
+    kinds = ["linear"] * 3 + ["full"] + ["linear"] * 3 + ["full"]
+    given = {"num_hidden_layers": 8, "layer_types": kinds, "heads_by_layer": [8] * 7 + [16], "hidden_size": 4096}
+    assert tiny.cut(given) == {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear", "full", "full"],
+        "heads_by_layer": [8, 8, 16],
+        "hidden_size": tiny.WIDTH,
+    }
+
+
+def test_changes_of_single_layers_move_with_them() -> None:
+    given = {"num_hidden_layers": 4, "per_layer_config": {"2": {"head_dim": 512}}, "head_dim": 256}
+    assert tiny.cut(given) == {
+        "num_hidden_layers": 2,
+        "per_layer_config": {1: {"head_dim": tiny.HEAD}},
+        "head_dim": tiny.HEAD,
+    }
