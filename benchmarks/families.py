@@ -123,19 +123,26 @@ def compare(llm: Any, reference: Any) -> Row:
 
 def after_cut(llm: Any, ids: Tensor, cut: int) -> Tensor:
     """Logits [batch, tokens, vocabulary] of a prefill of `cut` tokens followed by one token at a time."""
+    from qcompile.runtime.engine.slots import NO_SLOT
     from qcompile.runtime.step import Rows
 
     length = ids.shape[1]
     rows = ids.tolist()
     pool = llm.engine.pool
     pages = [pool.take(pool.pages_for(length)) for _ in rows]
+    slots = llm.engine.scheduler.slots
+    places = [slots.take() if llm.engine.executor.state_slots else NO_SLOT for _ in rows]
     result = torch.empty(*ids.shape, llm.vocab_size)
     for start, end in [(0, cut), *((t, t + 1) for t in range(cut, length))]:
-        batch = [Rows(row[start:end], start, held, end - start) for row, held in zip(rows, pages, strict=True)]
+        batch = [
+            Rows(row[start:end], start, held, end - start, slot=place)
+            for row, held, place in zip(rows, pages, places, strict=True)
+        ]
         _, logits = llm.engine.executor.step(batch, logits=True)
         result[:, start:end] = torch.from_numpy(logits.copy()).view(len(rows), end - start, -1)
-    for held in pages:
+    for held, place in zip(pages, places, strict=True):
         pool.give_back(held)
+        slots.give_back(place)
     return result
 
 

@@ -31,7 +31,7 @@ class Merge(Pass):
         seen: set[fx.Node] = set()
         for node in graph.calls("linear"):
             if node not in seen:
-                siblings = _siblings(node)
+                siblings = _siblings(graph, node)
                 seen.update(siblings)
                 if len(siblings) > 1:
                     _merge_siblings(graph, siblings)
@@ -153,11 +153,23 @@ def _biases(graph: Graph, linears: list[fx.Node]) -> list[object]:
     return [graph.call_weight("zero_bias", _weight(n)) if _bias(n) is None else _bias(n) for n in linears]
 
 
-def _siblings(node: fx.Node) -> list[fx.Node]:
-    """The linears that can join `node`, including itself, in graph order."""
+def _reads_whole(graph: Graph, user: fx.Node) -> bool:
+    """Whether `user` is a linear, or the sum of two values, which may become a part of a linear."""
+    kind = ops.name_of(user.target)
+    return kind in ("linear", "expert_linear") or (kind == "add" and not any(map(graph.is_weight, user.args)))
+
+
+def _siblings(graph: Graph, node: fx.Node) -> list[fx.Node]:
+    """The linears that can join `node`, including itself, in graph order.
+
+    One that other linears read, or to which others are added, stays alone unless it is the first: as inputs and
+    residuals of linears, kernels read values from column 0 only.
+    """
     source: fx.Node = ops.operand(node, "x")
-    linears = [user for user in source.users if ops.name_of(user.target) == "linear" and _joinable(node, user)]
-    return sorted(linears, key=lambda n: n._sort_key)
+    joinable = [user for user in source.users if ops.name_of(user.target) == "linear" and _joinable(node, user)]
+    first, *others = sorted(joinable, key=lambda n: n._sort_key)
+    alone = [n for n in others if any(_reads_whole(graph, user) for user in n.users)]
+    return [node] if node in alone else [first, *(n for n in others if n not in alone)]
 
 
 def _stacked(graph: Graph, weights: list[Any]) -> fx.Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import fx
@@ -94,12 +95,14 @@ def shift(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
 
 
 def clamp(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
-    """Features bounded by numbers."""
+    """Features bounded by numbers; infinite ones bound nothing."""
     bounds = [getattr(a, "min", None), getattr(a, "max", None)]
     value = facts.plain(a.input_)
     if value is None or any(isinstance(bound, fx.Node) for bound in bounds) or not 1 <= len(value.sizes) <= 2:
         return None
-    return build.apply("clamp", value, node, *(None if bound is None else float(bound) for bound in bounds))
+    low, high = (None if bound is None else float(bound) for bound in bounds)
+    low, high = (None if low == -math.inf else low), (None if high == math.inf else high)
+    return value if low is None and high is None else build.apply("clamp", value, node, low, high)
 
 
 # ---- building ------------------------------------------------------------------------------------------

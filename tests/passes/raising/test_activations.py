@@ -76,6 +76,15 @@ def test_activations_of_one_operator(kind: str, curve: Curve) -> None:
     assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
 
 
+def test_infinite_bounds_bound_nothing() -> None:
+    module = modules.randomized(Bent(lambda x: x.clamp(0.0, math.inf) * x.clamp(-math.inf, math.inf)))
+    graph = raise_module(module)
+    (clamp,) = graph.calls("clamp")
+    assert clamp.args[1:] == (0.0, None)
+    ids, positions = inputs()
+    assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
+
+
 OTHERS: dict[str, Curve] = {
     "steeper mish": lambda x: x * torch.tanh(F.softplus(x, 2.0)),
     "mish that ends early": lambda x: x * torch.tanh(F.softplus(x, 1.0, 0.5)),
