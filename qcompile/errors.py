@@ -35,6 +35,10 @@ class UnsupportedError(QCompileError):
     exit_code = 3
 
 
+class OwnAttention(UnsupportedError):
+    """The model does not let its attention be replaced."""
+
+
 class OverflowedError(UnsupportedError):
     """The logits of a request are not finite, so it has no next token."""
 

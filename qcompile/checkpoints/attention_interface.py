@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from qcompile import ops
-from qcompile.checkpoints.attention_masks import CausalMask, OwnAttention
+from qcompile.checkpoints.attention_masks import CausalMask
 from qcompile.checkpoints.selected_keys import Selected
-from qcompile.errors import UnsupportedError
+from qcompile.errors import OwnAttention, UnsupportedError
 
 ATTENTION = "qcompile"
 

@@ -17,11 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from qcompile.checkpoints.selected_keys import ranked
-from qcompile.errors import UnsupportedError
-
-
-class OwnAttention(UnsupportedError):
-    """The model does not let its attention be replaced."""
+from qcompile.errors import OwnAttention, UnsupportedError
 
 
 class UnknownMask(UnsupportedError):

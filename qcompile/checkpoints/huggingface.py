@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 
 from qcompile.checkpoints import huggingface_weights, inputs_embeds, kernel_functions, left_out, state
 from qcompile.checkpoints.attention_interface import ATTENTION, attention
-from qcompile.checkpoints.attention_masks import OwnAttention, UnknownMask, begin, causal_mask, rehearsed
+from qcompile.checkpoints.attention_masks import UnknownMask, begin, causal_mask, rehearsed
 from qcompile.checkpoints.branches import Branches, Condition, trace_all
 from qcompile.checkpoints.checkpoint import Checkpoint, name_of, read_json
 from qcompile.checkpoints.configuration import auto_class, context_length, cut, read_config, text_config
@@ -30,7 +30,7 @@ from qcompile.checkpoints.loaders import Loader
 from qcompile.checkpoints.programs import count_parameters, import_program, weights_read
 from qcompile.checkpoints.stored import formats
 from qcompile.checkpoints.tracing import EXAMPLE_BATCH, EXAMPLE_TOKENS, LengthError, export
-from qcompile.errors import UnsupportedError, UsageError
+from qcompile.errors import OwnAttention, UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo
 
 EXPERTS = "batched_mm"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcompile.errors import UnsupportedError
+from qcompile.errors import OwnAttention, UnsupportedError
 
 
 class AllKeys(int):
@@ -65,7 +65,7 @@ class Ranked(Tensor):
             count, last = given["k"], given.get("dim", -1) in (-1, len(scores.lengths) - 1)
             if last and given.get("largest", True) and count is scores.lengths[-1] and count.bound is not None:
                 return SimpleNamespace(indices=Selected(count.bound))
-        raise UnsupportedError("model selects keys in another way than the best of all that a query sees")
+        raise OwnAttention("model selects keys in another way than the best of all that a query sees")
 
 
 def ranked(scores: Tensor) -> Ranked:

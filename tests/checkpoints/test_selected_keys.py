@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from qcompile.checkpoints.attention_interface import attention
-from qcompile.checkpoints.attention_masks import OwnAttention, causal_mask
+from qcompile.checkpoints.attention_masks import causal_mask
 from qcompile.checkpoints.selected_keys import Ranked, Selected, ranked
-from qcompile.errors import UnsupportedError
+from qcompile.errors import OwnAttention, UnsupportedError
 
 MANY = 64
 SCORES = torch.zeros(2, 7, 7)
