@@ -51,14 +51,17 @@ class CenterKeys(Pass):
                 key = ops.operand(node, "k")
                 stops[node] = key if ops.name_of(key.target) == "rope" else node
         means = _means(graph, stops)
+        made: dict[fx.Node, fx.Node] = {}  # centered keys by keys, which attentions may share
         for node, mean in means.items():
-            name = f"{self.name}.{node.name}.mean"
-            graph.weights.add_tensor(name, mean.flatten())
-            with graph.fx.inserting_before(node):
-                centered = graph.call("rotate_heads", ops.operand(node, "k"), center=graph.weight(name), block=0)
-            ops.set_operands(node, k=centered)
+            key = ops.operand(node, "k")
+            if key not in made:
+                name = f"{self.name}.{node.name}.mean"
+                graph.weights.add_tensor(name, mean.flatten())
+                with graph.fx.inserting_before(node):
+                    made[key] = graph.call("rotate_heads", key, center=graph.weight(name), block=0)
+            ops.set_operands(node, k=made[key])
             if ops.operand(node, "softcap") or ops.operand(node, "sinks") is not None:
-                ops.set_operands(node, center=graph.weight(name))
+                ops.set_operands(node, center=ops.operand(made[key], "center"))
         return PassResult(graph, len(means), tuple(notes))
 
 

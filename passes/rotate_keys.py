@@ -38,9 +38,10 @@ class RotateKeys(Pass):
         graph = graph.clone()
         notes = []
         fired = 0
+        made: dict[fx.Node, fx.Node] = {}
         for node in graph.calls("attention"):
             try:
-                _rotate(graph, node)
+                _rotate(graph, node, made)
                 fired += 1
             except PassError as error:
                 notes.append(str(error))
@@ -48,8 +49,10 @@ class RotateKeys(Pass):
         return PassResult(graph, fired, tuple(notes))
 
 
-def _rotate(graph: Graph, node: fx.Node) -> None:
-    query, key = ops.operand(node, "q"), ops.operand(node, "k")
+def _rotate(graph: Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
+    """Rotate the queries and keys of an attention. `made` are the rotated keys by keys, which attentions may share."""
+    query, shared = ops.operand(node, "q"), ops.operand(node, "k")
+    key = shared
     if value_features(node) is not None:
         raise PassError(
             "rotate_keys", node.name, "features of its keys are also its values, which must stay as they are"
@@ -63,8 +66,9 @@ def _rotate(graph: Graph, node: fx.Node) -> None:
         key, mean = ops.operand(key, "x"), ops.operand(key, "center")
     with graph.fx.inserting_before(node):
         rotated_query = graph.call("rotate_heads", query, center=None, block=block)
-        rotated_key = graph.call("rotate_heads", key, center=mean, block=block)
-    ops.set_operands(node, q=rotated_query, k=rotated_key)
+        if shared not in made:
+            made[shared] = graph.call("rotate_heads", key, center=mean, block=block)
+    ops.set_operands(node, q=rotated_query, k=made[shared])
     if ops.operand(node, "center") is not None:  # attention adds back what was subtracted from the keys
         graph.weights.add_tensor(f"rotate_keys.{block}", torch.ones(block))
         rewrite_weight(graph, node, "center", "rotate", signs=graph.weight(f"rotate_keys.{block}"), axis=0)

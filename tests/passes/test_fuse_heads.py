@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qcompile import check, ops
+from qcompile.calibration import Calibration
 from qcompile.codegen.calls import RopeHeads
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
@@ -14,10 +15,12 @@ from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, apply
 from qcompile.passes.cache import Cache
+from qcompile.passes.center_keys import CenterKeys
 from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
 from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
+from qcompile.passes.rotate_keys import RotateKeys
 from tests.support.graphs import sequence_inputs, step_inputs
 from tests.support.layers import MIXED, Layer, layered
 
@@ -87,6 +90,20 @@ def test_heads_made_by_their_own_operators(layer: Layer) -> None:
     fused = through(cached(before), Fuse())
     assert check.max_relative_error(step_logits(fused), wanted) < ROUNDED
     assert len(fused.calls("rope_append")) == 1 and not fused.calls("rope", "kv_append")
+    lower(through(fused, PlanMemory()), WeightTable())
+
+
+@pytest.mark.parametrize("rewrite", [RotateKeys(enabled=True), CenterKeys(enabled=True)], ids=["rotated", "centered"])
+def test_shared_keys_stay_shared(rewrite: Pass) -> None:
+    before = layered()
+    before.calibration = Calibration(torch.randint(0, 50, (4, 32), generator=torch.Generator().manual_seed(3)))
+    wanted = before.run(*sequence_inputs(TOKENS, 2))
+    after = apply(rewrite, before)
+    assert after.fired == len(MIXED)
+    step = cached(after.graph)
+    assert len(step.calls("kv_append")) == 3
+    fused = through(step, Fuse())
+    assert check.max_relative_error(step_logits(fused), wanted) < ROUNDED
     lower(through(fused, PlanMemory()), WeightTable())
 
 

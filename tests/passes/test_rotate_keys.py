@@ -77,7 +77,9 @@ def test_fuse_takes_the_turn_along() -> None:
     assert torch.equal(after.run(*step_inputs(ids, None, after))[0], before.run(*step_inputs(ids, None, before))[0])
     queries = before.calls("rotate_heads")[0]
     queries.replace_all_uses_with(queries.args[0])  # type: ignore[arg-type]
-    assert len(through(before, Fuse()).calls("rope_append")) == 1  # keys rotated but not queries: not fused
+    after = through(before, Fuse())  # keys rotated but not queries: by operators of their own
+    assert len(after.calls("rope_append")) == 2 and after.calls("rope_heads") and not after.calls("rotate_heads")
+    assert torch.equal(after.run(*step_inputs(ids, None, after))[0], before.run(*step_inputs(ids, None, before))[0])
 
 
 OPTIONS = {f"{name}.enabled": "true" for name in ("center_keys", "smooth_attention", "rotate_keys")}
