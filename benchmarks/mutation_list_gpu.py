@@ -12,6 +12,7 @@ WARP_GROUPS = "codegen/gpu/templates/attention_warp_specialized.py.jinja"
 CUDA, ENGINE = "tests/runtime/cuda/test_cuda.py", "tests/runtime/engine/test_engine.py"
 GPU_FUSE = "tests/codegen/gpu/test_fuse.py"
 GPU_ROUNDED = "tests/codegen/gpu/test_rounded.py"
+GPU_STATES, GPU_STATE_ROUNDS = "tests/codegen/gpu/test_states.py", "tests/codegen/gpu/test_state_rounds.py"
 
 GPU_MUTATIONS = (
     Mutation(
@@ -209,5 +210,47 @@ GPU_MUTATIONS = (
         "order = None if order and order.index in call.writes else order",
         "order = order if order else None",
         f"{GPU_FUSE} -k prepare_anew",
+    ),
+    Mutation(
+        "a GPU's recurrence begins with what its slot holds",
+        "codegen/gpu/templates/recurrence_step.py.jinja",
+        "s = tl.load(place, mask=both & begun, other=0.0)",
+        "s = tl.load(place, mask=both, other=0.0)",
+        f"{GPU_STATES} -k recurrences_interpreted",
+    ),
+    Mutation(
+        "a GPU's recurrence keeps a state before drafts are accepted",
+        "codegen/gpu/templates/recurrence_step.py.jinja",
+        "kept = tl.maximum(done, tl.minimum(tl.load(certain + sequence), end))",
+        "kept = tl.maximum(done, end)",
+        f"{GPU_STATES} -k bits_do_not",
+    ),
+    Mutation(
+        "a GPU's convolution reads before the text",
+        "codegen/gpu/templates/conv_step.py.jinja",
+        "mask=inside & (p{{ tap }} >= 0) & (p{{ tap }} < start)",
+        "mask=inside & (p{{ tap }} < start)",
+        f"{GPU_STATES} -k convolutions_interpreted",
+    ),
+    Mutation(
+        "a GPU's convolution is activated where others have yet to read",
+        "codegen/gpu/fuse.py",
+        " and reads.disjoint([after.out], conv.reads)",
+        "",
+        f"{GPU_STATES} -k does_not_apply",
+    ),
+    Mutation(
+        "states of a sequence that has ended move on",
+        "codegen/gpu/templates/speculation_round.py.jinja",
+        "tl.where(goes_on, known, 0)",
+        "known",
+        f"{GPU_STATE_ROUNDS} -k certain",
+    ),
+    Mutation(
+        "a GPU's draft keeps the position that the next round computes again",
+        "runtime/cuda/executor.py",
+        "repeated=int(own_cache)",
+        "repeated=0",
+        f"{GPU_STATE_ROUNDS} -k rounds_over",
     ),
 )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from qcompile.codegen.gpu.compile import load
+from qcompile.codegen.gpu.rounds import round_launches
 from qcompile.runtime.cuda.rounds import CudaRounds
 from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.speculation import lookup
@@ -53,3 +56,27 @@ PAIRS = [(target, draft) for target in ("states", "attention") for draft in ("sh
 @pytest.mark.parametrize(("target", "draft"), [*PAIRS[:4], PAIRS[5]])
 def test_rounds_over_states_interpreted(target: str, draft: str) -> None:
     interpreted(__name__, f"interpret_rounds({target!r}, {draft!r})")
+
+
+def interpret_what_is_certain() -> None:
+    """What the kernels of a round let states keep: of a target up to its last token, of a draft one less, and nothing
+    of sequences that have ended, nor of a draft for those that do not draft."""
+    rows, accept = (launch.variants[0].code for launch in round_launches(states=True, draft_states=True))
+    assert rows and accept
+    place, left, most = [10, 20, 30, 40], [9, 0, 1, 7], [2, 2, 2, 0]
+    count, queries = len(place), 3
+    state = {name: torch.zeros(2 * count * queries, dtype=torch.int32) for name in (a.name for a in accept.arguments)}
+    state |= {name: torch.full((count * queries,), -9, dtype=torch.int32) for name in ("certain", "draft_certain")}
+    state |= {name: torch.zeros(count * queries, dtype=torch.int32) for name in ("token_ids", "positions")}
+    for name, items in (("place", place), ("left", left), ("most", most), ("last", [1, 2, 3, 4])):
+        state[name][:count] = torch.tensor(items)
+    load(rows)[(1,)](*(state[a.name] for a in rows.arguments[:-2]), count, queries)
+    assert state["certain"].tolist() == [11, 0, 31, 41, *[-9] * (count * (queries - 1))]
+    load(accept)[(1,)](*(state[a.name] for a in accept.arguments[:-2]), count, queries)
+    # All drafts are 0, as is what the target chooses; the third sequence reaches its end, the fourth has no drafts.
+    assert state["place"][:count].tolist() == [13, 20, 31, 41]
+    assert state["draft_certain"].tolist() == [13, 0, 0, 0, *[-9] * (count * (queries - 1))]
+
+
+def test_what_is_certain_interpreted() -> None:
+    interpreted(__name__, "interpret_what_is_certain()")
