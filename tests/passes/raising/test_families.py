@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_right(kind: str, tmp_path: Path) -> None:
     module = save(kind, RIGHT[kind], tmp_path)
     if kind == "phi3" and version("transformers").startswith("5.17."):  # its rotary frequencies branch on data
-        with pytest.raises(UnsupportedError, match="branches on the values of its inputs"):
+        with pytest.raises(UnsupportedError, match=r"another way for long sequences|replaces its tensor"):
             frontend.load(tmp_path)
         return
     graph = apply(Raise(), frontend.load(tmp_path)).graph
