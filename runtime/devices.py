@@ -58,7 +58,8 @@ def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
     artifact = load_artifact(root, manifest)
     tokenizer = load_tokenizer(root, manifest["files"])
     granted = options.kv_cache_bytes
-    executor, drafter = open_cpu(artifact, options.max_batch, granted, threads, options.gamma != 0, tokenizer)
+    wanted = options.gamma != 0, tokenizer, options.prefix_caching
+    executor, drafter = open_cpu(artifact, options.max_batch, granted, threads, *wanted)
     # Pages that were never used take no memory yet. Unless the caller has granted an amount, most stay unused.
     few = max(executor.kv_pages // 4, executor.limits.pages_for(executor.limits.max_position))
     return OpenedModel(executor, drafter, tokenizer, artifact, None if granted is not None else few)

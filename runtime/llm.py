@@ -63,7 +63,7 @@ class LLM:
         self.bos_token_id: int | None = model.get("bos_token_id")
         limits = executor.limits
         total = executor.kv_pages
-        if executor.state_slots or (drafter and drafter.has_states):
+        if executor.state_slots and (not executor.copies or limits.ring_tokens):
             remember = 0  # the states after a cached page are not kept
         pool = BlockPool(total, limits.page_tokens, limits.ring_tokens, total if remember is None else remember)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, drafter)

@@ -58,6 +58,8 @@ class SequenceState:
     """KV pages that the request holds, in the order of positions."""
     slot: int = NO_SLOT
     """Slot of recurrent states that the request holds while it runs."""
+    state_ends: list[int] = field(default_factory=list)
+    """Positions before which a step ends, so that the states there can be kept for other requests."""
     computed: int = 0
     """Positions that have keys and values in the cache, while the request runs."""
     cached_page: CachedPage | None = None

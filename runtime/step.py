@@ -19,6 +19,17 @@ EVERYTHING = (1 << 31) - 1
 """As `Rows.certain`: no position will be taken back."""
 
 
+class SlotCopies(NamedTuple):
+    """`count` slots of recurrent states from `first` on, which no request has.
+
+    `copy(source, target)` copies a slot while no step is pending.
+    """
+
+    first: int
+    count: int
+    copy: Callable[[int, int], None]
+
+
 class Rows(NamedTuple):
     """Consecutive tokens of one sequence in one step; the last `outputs` of them give logits."""
 
@@ -81,7 +92,9 @@ class StepExecutor(Protocol):
     kv_pages: int
     """Number of pages of the KV cache."""
     state_slots: int
-    """Slots of recurrent states; 0 if the model has none."""
+    """Slots of recurrent states for requests and copies; 0 if the model has none."""
+    copies: SlotCopies | None
+    """The last of these slots, which are for copies (engine/snapshots.py); None if there are none."""
     threads: int
     """CPU threads that compute; 0 on a GPU."""
     embed_width: int

@@ -18,7 +18,7 @@ from qcompile.runtime.loader import Arena
 from qcompile.runtime.sampling.logprobs import alternatives_of
 from qcompile.runtime.sampling.penalties import Penalties
 from qcompile.runtime.sampling.sampling import Draws, FloatArray
-from qcompile.runtime.step import RATES, Limits, Rate, Rows
+from qcompile.runtime.step import RATES, Limits, Rate, Rows, SlotCopies
 
 
 class QcDraws(ctypes.Structure):
@@ -168,7 +168,8 @@ class Executor:
     """An opened model. `step` and `decode` block until the library is done. Not safe for two threads.
 
     `library` has the functions of the C interface, `pointers` is a ctypes array of weight addresses, `kv` holds
-    `kv_pages` pages, and `states` the slots of recurrent states, if the model has any. A draft path uses the threads of
+    `kv_pages` pages, and `states` the slots of recurrent states, if the model has any, of which the last `snapshots`
+    are for copies. A draft path uses the threads of
     the path that it drafts for, `leader`, and must be closed before it. Raises ResourceError if threads or memory are
     short.
     """
@@ -185,6 +186,7 @@ class Executor:
         limits: Limits,
         leader: Executor | None = None,
         states: Arena | None = None,
+        snapshots: int = 0,
     ) -> None:
         self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
         self._keep: tuple[object, ...] = (pointers, kv)
@@ -199,6 +201,9 @@ class Executor:
         slot_bytes = self.description.get("slot_bytes", 0)
         self.state_slots = states.size // slot_bytes if states and slot_bytes else 0
         """Slots of recurrent states; 0 if the model has no states."""
+        places = self.state_slots - snapshots, snapshots
+        self.copies = SlotCopies(*places, self._copy_state) if states and snapshots else None
+        """The last of them, which are for copies."""
         self._allocate()  # first, so that if it fails there is nothing to close
         team = leader.library.qc_team(leader.handle) if leader else None
         config = QcConfig(
@@ -315,6 +320,13 @@ class Executor:
         found = list(self.decode(rows, steps, draws) if steps > 1 else self.step(rows, False, draws)[0])
         self._given = found[len(found) - sum(row.outputs for row in rows) :]
         return lambda: found
+
+    def _copy_state(self, source: int, target: int) -> None:
+        """Copy a slot of recurrent states to another."""
+        assert self.states
+        size = self.description["slot_bytes"]
+        first = self.states.address
+        ctypes.memmove(first + target * size, first + source * size, size)
 
     def profile(self, on: bool) -> None:
         """Start (resetting the counters) or stop timing each call."""

@@ -27,8 +27,11 @@ def open_cpu(
     threads: int,
     drafts: bool,
     tokenizer: Tokenizer | None,
+    snapshots: bool = False,
 ) -> tuple[Executor, Drafter | None]:
     """Open the artifact's model, and its drafts if `drafts` is true. On failure, nothing stays open.
+
+    With `snapshots`, there are slots for copies of recurrent states, as far as memory permits.
 
     `tokenizer` is the target's. Raises ArtifactError (manifest and libraries differ), ResourceError (memory, threads),
     UsageError.
@@ -46,9 +49,10 @@ def open_cpu(
     _check_states(slot_bytes, max_batch)
     pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes)
     bind(artifact.library)
-    arena, states = Arena(pages * kv["page_bytes"]), _states(kv, max_batch)
+    copies = _snapshots(kv, max_batch) if snapshots else 0
+    arena, states = Arena(pages * kv["page_bytes"]), _states(kv, max_batch + copies)
     with ExitStack() as undo:
-        executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits, states=states)
+        executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits, None, states, copies)
         undo.callback(executor.close)
         drafter: Drafter | None = None
         if stages and stages[0].get("tokenizer"):
@@ -72,9 +76,15 @@ def _slot_bytes(kv: dict[str, Any]) -> int:
     return int(kv.get("slot_bytes") or 0)
 
 
-def _states(kv: dict[str, Any], max_batch: int) -> Arena | None:
-    """Memory of the recurrent states of `max_batch` requests; None if the path has none."""
-    return Arena(max_batch * _slot_bytes(kv)) if _slot_bytes(kv) else None
+def _states(kv: dict[str, Any], slots: int) -> Arena | None:
+    """Memory of `slots` slots of recurrent states; None if the path has none."""
+    return Arena(slots * _slot_bytes(kv)) if _slot_bytes(kv) else None
+
+
+def _snapshots(kv: dict[str, Any], max_batch: int) -> int:
+    """Number of copies of recurrent states to keep for prefix reuse: four for each request, in a quarter of memory."""
+    size = _slot_bytes(kv)
+    return min(4 * max_batch, available_memory() // _KV_SHARE // size) if size else 0
 
 
 def _check_states(slot_bytes: int, max_batch: int) -> None:
@@ -140,11 +150,11 @@ def _open_reencoder(
 
 def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:
     """Number of pages of the KV cache, each of `page_bytes` over all paths."""
-    if wanted_bytes is not None:
-        return requested_pages(wanted_bytes, page_bytes)
     full = max_batch * limits.pages_for(limits.max_position)
     if not page_bytes:  # no attention: pages only count positions
         return full
+    if wanted_bytes is not None:
+        return requested_pages(wanted_bytes, page_bytes)
     pages = min(full, available_memory() // _KV_SHARE // page_bytes)
     if pages < 1:
         raise ResourceError(f"no memory for one KV page of {page_bytes:,} bytes")

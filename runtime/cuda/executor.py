@@ -23,7 +23,7 @@ from qcompile.runtime.cuda.memory import MOST_DECODED, DeviceMemory, PinnedNumbe
 from qcompile.runtime.cuda.profile import LaunchTimes
 from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.sampling.sampling import Draws, FloatArray
-from qcompile.runtime.step import Limits, Rate, Rows
+from qcompile.runtime.step import Limits, Rate, Rows, SlotCopies
 
 _PEAKS = {"memory": "memory_gb_s", "int8": "int8_gops", "f32": "f32_gflops", "bf16": "bf16_gflops"}
 """Names of peak rates in a plan, in the order of `probe`."""
@@ -38,6 +38,7 @@ class CudaExecutor:
     """
 
     threads, draws, overlaps, embed_width = 0, True, True, 0
+    copies: SlotCopies | None = None
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from qcompile.runtime.engine.pending import PendingStep
 from qcompile.runtime.engine.postprocess import Postprocessor, Update
 from qcompile.runtime.engine.runner import StepRunner
 from qcompile.runtime.engine.scheduler import Scheduler
+from qcompile.runtime.engine.snapshots import Snapshots
 from qcompile.runtime.engine.speculative import Speculation
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.request import PromptReport, Request, RequestSpec, SequenceState, StreamState
@@ -53,6 +54,9 @@ class Engine:
         self.overlaps = executor.overlaps
         """Whether a step may run on the executor while the host postprocesses the step before."""
         self.scheduler = Scheduler(pool, executor.limits.max_tokens, max_batch, executor.draws)
+        if executor.copies and pool.prefixes is not None:
+            self.scheduler.snapshots = Snapshots(executor.copies)
+        self.scheduler.drafts_have_states = drafter is not None and drafter.has_states
         self.speculation = Speculation(executor, self.scheduler, drafter)
         self.postprocessor = Postprocessor(self.scheduler, tokenizer, eos)
         self.runner = StepRunner(executor, self.scheduler, self.postprocessor, self.speculation)
@@ -108,6 +112,8 @@ class Engine:
         running = [request.sequence for request in self.scheduler.running]
         self.pool.check(*(sequence.pages for sequence in running))
         self.scheduler.slots.check(sequence.slot for sequence in running)
+        if self.scheduler.snapshots:
+            self.scheduler.snapshots.check()
 
     def step(self) -> list[Request]:
         """Run one step. Returns the requests that gained tokens; finished ones have their finish_reason set.

@@ -16,6 +16,7 @@ from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.plan import StepPlan
 from qcompile.runtime.engine.prefixes import CachedPage, CachedText, cached_positions
 from qcompile.runtime.engine.slots import NO_SLOT, SlotPool
+from qcompile.runtime.engine.snapshots import Snapshots
 from qcompile.runtime.request import Request
 
 
@@ -26,6 +27,10 @@ class Scheduler:
         self.pool, self.max_tokens, self.max_batch = pool, max_tokens, max_batch
         self.slots = SlotPool(max_batch)
         """The slots of recurrent states."""
+        self.snapshots: Snapshots | None = None
+        """Copies of recurrent states, without which a model with states reuses no pages; None: it has no states."""
+        self.drafts_have_states = False
+        """Whether a draft has recurrent states of its own, which no cached page holds."""
         self.draws = draws
         """Whether the executor samples the tokens of requests with a temperature."""
         self.waiting: deque[Request] = deque()
@@ -62,6 +67,7 @@ class Scheduler:
         The step may follow a pending one: requests that reach their limit in the pending step are left out, and if a
         request needs a page and none is free, the result is None, as no request can be preempted then.
         """
+        self._keep_states()
         if not self._make_room():
             return None
         plan = StepPlan([], [], 1)
@@ -151,9 +157,12 @@ class Scheduler:
             return False
         self.pool.share(pages)
         request.sequence.cached_page = shared[-1] if shared else None
+        held = [] if self.drafts_have_states else shared
         stages = range(len(request.drafts.cached))
-        drafted = [cached_positions(shared, stage, self.pool.page_tokens) for stage in stages]
+        drafted = [cached_positions(held, stage, self.pool.page_tokens) for stage in stages]
         self._start([*pages, *self.pool.take(missing)], len(pages) * self.pool.page_tokens, drafted)
+        if self.snapshots and shared:
+            self.snapshots.restore(shared[-1], request.sequence.slot)
         return True
 
     def _admit_after_text(self, request: Request, texts: Sequence[CachedText]) -> bool:
@@ -192,6 +201,9 @@ class Scheduler:
             return []
         tokens = request.sequence.tokens
         nodes = self.pool.prefixes.find(tokens)[: request.reusable // self.pool.page_tokens]
+        if self.snapshots:
+            request.sequence.state_ends = self._state_ends(request, len(nodes))
+            nodes = self.snapshots.usable(nodes)
         end = (len(nodes) + 1) * self.pool.page_tokens
         if (
             end < len(tokens)
@@ -204,6 +216,25 @@ class Scheduler:
         ):
             return None
         return nodes
+
+    # ---- copies of states -----------------------------------------------------------------------
+
+    def _state_ends(self, request: Request, known: int) -> list[int]:
+        """Positions before which a step of the request ends, so that its states can be kept there.
+
+        Others may share its whole prompt, or the `known` pages that it shares with a text before it.
+        """
+        size = self.pool.page_tokens
+        return sorted({known * size, (len(request.sequence.tokens) - 1) // size * size} - {0})
+
+    def _keep_states(self) -> None:
+        """Keep the states of requests that have reached such a position."""
+        for request in self.running if self.snapshots else ():
+            sequence = request.sequence
+            if self.snapshots and not sequence.pending_rows and sequence.computed in sequence.state_ends:
+                self._note_full_pages(request)
+                if sequence.cached_page and sequence.cached_page.attached:
+                    self.snapshots.keep(sequence.cached_page, sequence.slot)
 
     # ---- end ------------------------------------------------------------------------------------
 
@@ -253,6 +284,8 @@ def _ends_in_pending_step(request: Request) -> bool:
 def _append(plan: StepPlan, request: Request, budget: int) -> int:
     """Put as many of the request's uncomputed tokens into the step as fit. Returns their number."""
     count = min(request.sequence.uncomputed, budget)
+    if ends := [end - request.sequence.scheduled for end in request.sequence.state_ends]:
+        count = min([count, *(rows for rows in ends if rows > 0)])
     if count:
         plan.requests.append(request)
         plan.counts.append(count)

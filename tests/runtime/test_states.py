@@ -207,7 +207,7 @@ def test_slots_never_leak_from_one_request_to_another(artifact: Callable[..., Pa
     with qcompile.load(out, threads=2, max_batch=4) as llm:
         wanted = tokens_of(llm, prompts)
     with qcompile.load(out, threads=2, max_batch=4) as llm:
-        states = np.frombuffer(llm.executor.states.view, np.float32).reshape(4, -1)  # type: ignore[attr-defined]
+        states = np.frombuffer(llm.executor.states.view, np.float32).reshape(4 * 5, -1)  # type: ignore[attr-defined]
         requests = [llm.engine.add(prompt, GREEDY) for prompt in prompts]
         while llm.engine.busy:
             llm.engine.step()
@@ -218,6 +218,49 @@ def test_slots_never_leak_from_one_request_to_another(artifact: Callable[..., Pa
         for request, expected in zip(requests, wanted, strict=True):
             got = list(request.output.token_ids)
             assert got == (expected[: len(got)] if request.output.finish_reason == "abort" else expected)
+
+
+def test_prompts_that_begin_alike_continue_from_a_copy(artifact: Callable[..., Path]) -> None:
+    """Texts that share 150 tokens, a longer continuation of one, and one that was computed before."""
+    out, drawn = artifact("f32"), random.Random(7)
+    shared = [drawn.randrange(VOCAB) for _ in range(150)]
+    prompts = [[*shared, *tail] for tail in prompts_of(5, 30, 8)]
+    prompts += [[*shared, *prompts[0][150:], *shared[:40]], prompts[2]]
+    with qcompile.load(out, threads=2, prefix_caching=False) as llm:
+        wanted = [tokens_of(llm, [prompt])[0] for prompt in prompts]
+        assert llm.engine.scheduler.snapshots is None
+    with qcompile.load(out, threads=2) as llm:
+        results = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+        assert [list(result.outputs[0].token_ids) for result in results] == wanted
+        assert [result.metrics.cached_tokens for result in results] == [0, *[128] * 6]
+        llm.engine.check()
+        assert tokens_of(llm, prompts) == wanted  # at once
+        llm.engine.check()
+
+
+def test_what_texts_share_is_kept_once_two_have_it(artifact: Callable[..., Path]) -> None:
+    """The first keeps its states at its own end; the second, at the end of what it shares with the first."""
+    drawn = random.Random(9)
+    shared, *tails = ([drawn.randrange(VOCAB) for _ in range(count)] for count in (70, 130, 130, 130))
+    prompts = [[*shared, *tail] for tail in tails]
+    with qcompile.load(artifact("f32"), threads=2, prefix_caching=False) as llm:
+        wanted = tokens_of(llm, prompts)
+    with qcompile.load(artifact("f32"), threads=2) as llm:
+        results = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+        assert [list(result.outputs[0].token_ids) for result in results] == wanted
+        assert [result.metrics.cached_tokens for result in results] == [0, 0, 64]
+
+
+def test_few_copies_are_used_again(artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    out, texts = artifact("nested"), [[token] * 140 for token in range(12)]
+    with qcompile.load(out, threads=2, gamma=0, prefix_caching=False) as llm:
+        wanted = tokens_of(llm, texts)
+    monkeypatch.setattr("qcompile.runtime.cpu.load._snapshots", lambda kv, max_batch: 3)
+    with qcompile.load(out, threads=2, gamma=4, max_batch=4) as llm:
+        for _ in range(3):
+            drawn = random.Random(1).sample(range(12), 12)
+            assert tokens_of(llm, [texts[i] for i in drawn]) == [wanted[i] for i in drawn]
+            llm.engine.check()
 
 
 def test_states_that_memory_does_not_hold_are_refused(
