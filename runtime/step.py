@@ -20,13 +20,13 @@ EVERYTHING = (1 << 31) - 1
 
 
 class SlotCopies(NamedTuple):
-    """`count` slots of recurrent states from `first` on, which no request has.
+    """`many` slots of recurrent states from `first` on, which no request has.
 
     `copy(source, target)` copies a slot while no step is pending.
     """
 
     first: int
-    count: int
+    many: int
     copy: Callable[[int, int], None]
 
 

@@ -58,8 +58,8 @@ def doctor(
 class Diagnosis:
     """What `doctor` reports. `unsupported` has {node, reason} each; bytes are 0 for a model that is not exportable.
 
-    `memory_bytes` is what running takes: weights, activations of the widest step, and the cache of one
-    sequence of full context. `disk_bytes` is the artifact without its kernel library (some 100 KB).
+    `memory_bytes` is what running takes: weights, activations of the widest step, and the cache and recurrent states of
+    one sequence of full context. `disk_bytes` is the artifact without its kernel library (some 100 KB).
     """
 
     exportable: bool
@@ -84,13 +84,15 @@ class Diagnosis:
         examined = f"layers: {self.plan['layers']}, which repeat the first {seen}\n" if seen else ""
         stated = self.plan.get("stated_context")
         shorter = f"context {console.context_text(self.plan['context'], stated)}\n" if stated else ""
+        state_bytes = self.plan["state_bytes"]
+        states = f", recurrent states {console.byte_size(state_bytes)}" if state_bytes else ""
         return (
             f"exportable: {self.plan['model']}, {self.plan['parameters']:,} parameters\n"
             f"{examined}{shorter}{console.left_out(self.plan['left_out'])}"
             f"passes: {passes}\n"
             f"kernels\n{kernels}\n"
             f"memory {console.byte_size(self.memory_bytes)} (weights {console.byte_size(self.plan['weight_bytes'])}, "
-            f"cache of {self.plan['context']} tokens {console.byte_size(self.plan['cache_bytes'])}), "
+            f"cache of {self.plan['context']} tokens {console.byte_size(self.plan['cache_bytes'])}{states}), "
             f"disk {console.byte_size(self.disk_bytes)}"
         )
 
@@ -126,7 +128,7 @@ def examine(
         return Diagnosis(False, [{"node": "", "reason": str(error)}])
     packed, weights, files = (facts.pop(key) for key in ("linear_bits", "linear_weights", "files_bytes"))
     facts["bits_per_weight"] = packed / max(weights, 1)
-    memory = facts["weight_bytes"] + facts["cache_bytes"] + facts["activation_bytes"]
+    memory = sum(facts[f"{what}_bytes"] for what in ("weight", "cache", "state", "activation"))
     return Diagnosis(True, plan=facts, memory_bytes=memory, disk_bytes=facts["weight_bytes"] + files)
 
 
@@ -148,6 +150,7 @@ def _facts(plan: CompilationPlan) -> dict[str, Any]:
         "kernels": dict(Counter(_kernel_name(call) for call in program.calls)),
         "weight_bytes": sum(size for weight in plan.weights for _, size in weight.blobs),
         "cache_bytes": pages * program.kv.page_bytes,
+        "state_bytes": program.states.slot_bytes,
         "activation_bytes": MAX_STEP_TOKENS * (program.arena_bytes("tokens") + program.arena_bytes("outputs")),
         "files_bytes": sum(len(content) for content in plan.files.values()),
         "context": info.max_position,

@@ -18,8 +18,8 @@ _MEASURED = ("max_relative_error", "seconds")
 def summary(path: Path) -> dict[str, Any]:
     """What `inspect --json` prints.
 
-    `sizes` are bytes: of all files, weights, kernels, other files, and of one token in the caches of all paths.
-    `drafts` have the bytes per token of their own caches.
+    `sizes` are bytes: of all files, weights, kernels, other files, of one token in the caches of all paths, and of the
+    recurrent states of one request if there are any. `drafts` have the bytes per token of their own caches.
     """
     manifest = read_checked_manifest(path)
     files: dict[str, dict[str, Any]] = manifest["files"]
@@ -29,8 +29,11 @@ def summary(path: Path) -> dict[str, Any]:
         kind = "weights" if name.startswith("weights-") else "kernels" if name.startswith("kernels/") else "other"
         sizes[kind] += entry["bytes"]
     sizes["total"] = sum(sizes.values())
-    drafts = [_level(level) for level in manifest["runtime"].get("levels") or []]
+    levels = manifest["runtime"].get("levels") or []
+    drafts = [_level(level) for level in levels]
     sizes["kv_per_token"] = _per_token(kv) + sum(draft.get("kv_per_token", 0) for draft in drafts)
+    if slots := sum(place.get("slot_bytes") or 0 for place in (kv, *(level.get("kv") or {} for level in levels))):
+        sizes["states_per_request"] = slots
     return {
         "model": manifest["model"],
         "recipe": manifest["recipe"],

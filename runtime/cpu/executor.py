@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -164,12 +164,18 @@ def bind(library: Any) -> None:
         function.restype, function.argtypes = result, arguments
 
 
+class StateMemory(NamedTuple):
+    """The slots of recurrent states, one after the other, of which the last `copies` are for copies."""
+
+    slots: Arena
+    copies: int
+
+
 class Executor:
     """An opened model. `step` and `decode` block until the library is done. Not safe for two threads.
 
     `library` has the functions of the C interface, `pointers` is a ctypes array of weight addresses, `kv` holds
-    `kv_pages` pages, and `states` the slots of recurrent states, if the model has any, of which the last `snapshots`
-    are for copies. A draft path uses the threads of
+    `kv_pages` pages, and `states` the slots of recurrent states, if the model has any. A draft path uses the threads of
     the path that it drafts for, `leader`, and must be closed before it. Raises ResourceError if threads or memory are
     short.
     """
@@ -185,12 +191,11 @@ class Executor:
         threads: int,
         limits: Limits,
         leader: Executor | None = None,
-        states: Arena | None = None,
-        snapshots: int = 0,
+        states: StateMemory | None = None,
     ) -> None:
         self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
         self._keep: tuple[object, ...] = (pointers, kv)
-        self.states = states
+        self.states = states.slots if states else None
         """The slots of recurrent states, one after the other; None if the model has no states."""
         self._given: list[int] = []  # by what `start` ran last
         self.description: dict[str, Any] = json.loads(library.qc_describe())
@@ -199,16 +204,16 @@ class Executor:
         self.embed_width: int = self.description.get("embed_width", 0)
         self._check(len(pointers), kv)
         slot_bytes = self.description.get("slot_bytes", 0)
-        self.state_slots = states.size // slot_bytes if states and slot_bytes else 0
+        self.state_slots = self.states.size // slot_bytes if self.states and slot_bytes else 0
         """Slots of recurrent states; 0 if the model has no states."""
-        places = self.state_slots - snapshots, snapshots
-        self.copies = SlotCopies(*places, self._copy_state) if states and snapshots else None
+        copies = states.copies if states else 0
+        self.copies = SlotCopies(self.state_slots - copies, copies, self._copy_state) if copies else None
         """The last of them, which are for copies."""
         self._allocate()  # first, so that if it fails there is nothing to close
         team = leader.library.qc_team(leader.handle) if leader else None
         config = QcConfig(
             *(ctypes.addressof(pointers), kv.address, kv_pages, threads, limits.max_tokens, limits.max_tokens, team),
-            *(states.address if states else None, self.state_slots),
+            *(self.states.address if self.states else None, self.state_slots),
         )
         self.handle: int | None = library.qc_open(ctypes.byref(config))
         if not self.handle:

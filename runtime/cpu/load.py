@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcompile.errors import ArtifactError, ResourceError
-from qcompile.runtime.cpu.executor import Executor, bind
+from qcompile.runtime.cpu.executor import Executor, StateMemory, bind
 from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory
@@ -50,9 +50,9 @@ def open_cpu(
     pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes)
     bind(artifact.library)
     copies = _snapshots(kv, max_batch) if snapshots else 0
-    arena, states = Arena(pages * kv["page_bytes"]), _states(kv, max_batch + copies)
+    arena, states = Arena(pages * kv["page_bytes"]), _states(kv, max_batch, copies)
     with ExitStack() as undo:
-        executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits, None, states, copies)
+        executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits, states=states)
         undo.callback(executor.close)
         drafter: Drafter | None = None
         if stages and stages[0].get("tokenizer"):
@@ -67,7 +67,7 @@ class _Caches(NamedTuple):
     """The target's KV cache and states, and the requests that run at once."""
 
     kv: Arena
-    states: Arena | None
+    states: StateMemory | None
     max_batch: int
 
 
@@ -76,9 +76,10 @@ def _slot_bytes(kv: dict[str, Any]) -> int:
     return int(kv.get("slot_bytes") or 0)
 
 
-def _states(kv: dict[str, Any], slots: int) -> Arena | None:
-    """Memory of `slots` slots of recurrent states; None if the path has none."""
-    return Arena(slots * _slot_bytes(kv)) if _slot_bytes(kv) else None
+def _states(kv: dict[str, Any], max_batch: int, copies: int = 0) -> StateMemory | None:
+    """Memory of the recurrent states of `max_batch` requests, and of `copies`; None if the path has none."""
+    size = _slot_bytes(kv)
+    return StateMemory(Arena((max_batch + copies) * size), copies) if size else None
 
 
 def _snapshots(kv: dict[str, Any], max_batch: int) -> int:

@@ -16,7 +16,7 @@ class Snapshots:
     """Copies in the slots of `places`. Each belongs to a cached page, and is the state after the text up to its end."""
 
     def __init__(self, places: SlotCopies) -> None:
-        self._slots = range(places.first, places.first + places.count)
+        self._slots = range(places.first, places.first + places.many)
         self._free = list(self._slots)
         self._held: dict[CachedPage, int] = {}  # the one unused for longest first
         self._copy = places.copy

@@ -19,7 +19,7 @@ from qcompile.codegen.packing import WeightTable
 from qcompile.formats.states import LOG_TOKENS
 from qcompile.passes.base import run_passes
 from qcompile.passes.schedule import configure
-from qcompile.runtime.cpu.executor import Executor
+from qcompile.runtime.cpu.executor import Executor, StateMemory
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.step import EVERYTHING, Limits, Rows
 from qcompile.targets import get_target
@@ -60,7 +60,9 @@ def opened() -> Iterator[Open]:
             pointers = (ctypes.c_void_p * len(blobs))(*[blob.ctypes.data for blob in blobs])
             kv, states = Arena(PAGES * page_bytes), Arena(SLOTS * slot_bytes)
             states.view[:] = b"\xff" * states.size
-            executor = Executor(library, pointers, kv, PAGES, threads, Limits(128, VOCAB, 64, 512), states=states)
+            executor = Executor(
+                library, pointers, kv, PAGES, threads, Limits(128, VOCAB, 64, 512), states=StateMemory(states, 0)
+            )
             stack.callback(executor.close)
             return executor
 
