@@ -61,6 +61,9 @@ def random_model(kind: str, settings: Settings, seed: int = 0) -> Any:
         for parameter in module.parameters():
             flat = parameter.dim() < 2
             parameter.normal_(0.5 if flat else 0.0, 0.3 if flat else parameter.shape[-1] ** -0.5)
+        for part in module.modules():  # transformers sets these rows to zero when it loads some types
+            if isinstance(part, torch.nn.Embedding) and part.padding_idx is not None:
+                part.weight[part.padding_idx] = 0.0
     return module
 
 
