@@ -251,6 +251,6 @@ GPU_MUTATIONS = (
         "runtime/cuda/executor.py",
         "repeated=int(own_cache)",
         "repeated=0",
-        f"{GPU_STATE_ROUNDS} -k rounds_over",
+        f"{GPU_STATE_ROUNDS} -k certain_inputs",
     ),
 )

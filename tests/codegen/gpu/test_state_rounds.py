@@ -13,6 +13,7 @@ from qcompile.runtime.cuda.rounds import CudaRounds
 from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.speculation import lookup
 from qcompile.runtime.speculation.host import HostSpeculator
+from qcompile.runtime.step import EVERYTHING, Rows
 from tests.support.calls import fix_calls
 from tests.support.graphs import decoder, recurrent
 from tests.support.interpreted import interpreted
@@ -80,3 +81,22 @@ def interpret_what_is_certain() -> None:
 
 def test_what_is_certain_interpreted() -> None:
     interpreted(__name__, "interpret_what_is_certain()")
+
+
+def interpret_certain_inputs() -> None:
+    """A draft with states of its own leaves out the last certain position, which a round computes again."""
+    from tests.support.gpu_machine import Machine
+
+    machine = Machine(recurrent(**SMALL), "bf16", pages=9, drafts=[recurrent(**SMALL)])
+    parts = [Rows([5, 6, 7], start, [0], 1, slot=start, certain=certain) for start, certain in CERTAIN]
+    for executor, wanted in ((machine.target, [EVERYTHING, 4, 0]), (machine.speculator.draft, [2, 3, 0])):
+        executor.fill(parts)
+        assert machine.driver.at(executor.address("certain"), "*i32")[:3].tolist() == wanted
+        assert machine.driver.at(executor.address("state_slots"), "*i32")[:3].tolist() == [0, 3, 6]
+
+
+CERTAIN = ((0, EVERYTHING), (3, 4), (6, 0))
+
+
+def test_certain_inputs_interpreted() -> None:
+    interpreted(__name__, "interpret_certain_inputs()")
