@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from qcompile.passes.raising.nodes import SHAPE_ONLY, Arguments, is_in_place, operator_name
+from qcompile.passes.raising.nodes import SHAPE_ONLY, Arguments, is_in_place, operator_name, unsupported
 
 ALIASING = {
     *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t"),
@@ -21,6 +21,9 @@ ALIASING = {
 
 NEW_MEMORY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 """Operators that return memory with arbitrary contents; `resize` keeps a part of the old contents."""
+
+VMAP = "torch._functorch.predispatch"
+"""The module of the functions that begin and end vmap in a trace."""
 
 
 def overwritten(node: fx.Node) -> list[fx.Node]:
@@ -38,8 +41,11 @@ def overwritten(node: fx.Node) -> list[fx.Node]:
 def run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     """The result of `node` for operands with values `value_of(operand)`.
 
-    An operand that `node` overwrites is copied first, since other nodes may still need its value.
+    An operand that `node` overwrites is copied first, since other nodes may still need its value. A step of vmap is
+    refused: it changes what the operators between it and the last step compute.
     """
+    if getattr(node.target, "__module__", "") == VMAP:
+        raise unsupported(node, "is a step of vmap, and cannot be run alone to see its values")
     targets = overwritten(node)
 
     def operand(source: fx.Node) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -44,9 +45,10 @@ def uniform(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """A tensor with one number in all places, such as a mask of tokens that are no padding: 1 at all positions."""
     number = facts.number(getattr(a, "fill_value", float("ones" in operator_name(node))))
     shape, axes = facts.shape(node), {size: axis for axis, size in LENGTHS.items()}
-    if number is None:
-        return None
+    axes[LENGTHS["B"] * LENGTHS["T"]] = "BT"
     sizes = [size for size in shape if size > 1 and size not in axes]
+    if number is None or math.prod(sizes) > values.MOST_FEATURES:
+        return None
     dims = tuple(axes.get(size, "F" if size > 1 else "") for size in shape)
     return Value(None, dims, values.make_terms(sizes, coef=number))
 

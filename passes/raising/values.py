@@ -24,6 +24,8 @@ from torch import fx
 from qcompile import ops
 
 ONE, POSITION, COS, SIN = range(4)
+MOST_FEATURES = 1 << 24
+"""Features of a value at most. A size that holds the numbers that stand for batch and tokens would have far more."""
 TERM = np.dtype([("index", np.int64), ("coef", np.float64), ("kind", np.int8), ("freq", np.float64)])
 Terms = NDArray[np.void]
 
@@ -135,7 +137,7 @@ def reshape(value: Value, target: Sequence[int], lengths: dict[str, int]) -> Val
 
 
 def expand(value: Value, target: Sequence[int], lengths: dict[str, int]) -> Value | None:
-    """Tensor.expand to `target`: adds dimensions on the left and repeats those of size 1."""
+    """Tensor.expand to `target`: adds dimensions on the left and repeats those of size 1. None: too many features."""
     dims = ("",) * (len(target) - len(value.dims)) + value.dims
     terms, axis, made = value.terms, 1, []
     names = {size: name for name, size in lengths.items()}
@@ -144,6 +146,8 @@ def expand(value: Value, target: Sequence[int], lengths: dict[str, int]) -> Valu
             dim = names[size]
         elif dim in ("", "F") and size > 1:
             terms = terms if dim else np.expand_dims(terms, axis)
+            if terms.size * size > MOST_FEATURES and terms.shape[axis] == 1:
+                return None
             terms = np.repeat(terms, size, axis) if terms.shape[axis] == 1 else terms
             dim = "F"
         axis += "F" in dim
@@ -181,10 +185,10 @@ def unsqueeze(value: Value, dim: int) -> Value:
 
 
 def repeat(value: Value, dim: int, count: int, inner: bool) -> Value | None:
-    """Each feature `count` times in a row (`inner`), or the whole dimension `count` times."""
+    """Each feature `count` times in a row (`inner`), or the whole dimension `count` times; None: cannot be told."""
     if value.dims[dim] == "":
         value = as_features(value, dim)
-    if value.dims[dim] != "F":
+    if value.dims[dim] != "F" or value.count * count > MOST_FEATURES:
         return None
     axis = value.axis(dim)
     size = value.terms.shape[axis]
@@ -247,6 +251,8 @@ def align(a: Value, b: Value) -> tuple[tuple[str, ...], Terms, Terms] | None:
     try:
         sizes = np.broadcast_shapes(*(t.shape[1:] for t in spread))
     except ValueError:
+        return None
+    if math.prod(sizes) > MOST_FEATURES:
         return None
     first, second = (np.broadcast_to(t, (len(t), *sizes)) for t in spread)
     return dims, first, second  # type: ignore[return-value]

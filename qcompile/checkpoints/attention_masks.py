@@ -128,7 +128,10 @@ def _shown(mask_function: Callable[..., Tensor], length: int) -> Shown:
 
     def row(place: int) -> Tensor:
         # One at a time: for contexts of millions of tokens, all rows would take gigabytes.
-        seen = mask_function(zero, zero, torch.tensor([[place]]), keys)
+        try:
+            seen = mask_function(zero, zero, torch.tensor([[place]]), keys)
+        except IndexError as error:  # it reads a table with a row for each token of a shorter sequence
+            raise UnsupportedError("attention mask depends on tensors that the model makes for each token") from error
         if isinstance(seen, FakeTensor):
             raise UnknownMask("attention mask depends on the inputs")
         return seen.expand(1, length)[0]

@@ -177,7 +177,7 @@ def _outputs(program: ExportedProgram, numbers: dict[Any, int]) -> str:
         if node.op == "placeholder":
             key: Any = _input(program, inputs[node.name])
         elif node.op == "get_attr":
-            key = getattr(program.graph_module, str(node.target)).code
+            key = _attribute(getattr(program.graph_module, str(node.target)))
         else:
             read = (_kind(node), *node.args[1:]) if node.target in _OVERWRITES else node.args
             key = (str(node.target), refer(read), refer(node.kwargs))
@@ -187,6 +187,11 @@ def _outputs(program: ExportedProgram, numbers: dict[Any, int]) -> str:
         if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
             numbering |= dict.fromkeys(node.all_input_nodes[:1], numbering[node])  # later reads see the new value
     raise AssertionError("an exported program has an output")
+
+
+def _attribute(value: Any) -> Any:
+    """A key of what a program holds besides its inputs: of a graph its code, of a specification of trees its text."""
+    return value.code if isinstance(value, fx.GraphModule) else (type(value).__name__, repr(value))
 
 
 def _kind(node: fx.Node) -> str:

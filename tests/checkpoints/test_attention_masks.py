@@ -93,3 +93,9 @@ def test_passes_must_agree() -> None:
     runs = [functools.partial(shown, of(window)) for window in (5, 6)]
     with pytest.raises(UnsupportedError, match="depends on the number"), rehearsed(runs):
         pass
+
+
+def test_masks_by_tensors_of_shorter_sequences_are_refused() -> None:
+    blocks = torch.full((1, 7), -1)
+    with pytest.raises(UnsupportedError, match="tensors that the model makes for each token"):
+        shown(lambda b, h, q, k: (k <= q) | ((blocks[b, q] == blocks[b, k]) & (blocks[b, q] >= 0)))

@@ -244,3 +244,21 @@ def export(module: nn.Module) -> Any:
 )
 def test_programs_are_compared_by_what_they_compute(one: Use, other: Use, same: bool) -> None:
     assert state.alike(export(Stateful(one)), export(Stateful(other))) == same
+
+
+def test_programs_that_index_inside_of_vmap_are_compared() -> None:
+    """A trace of it holds specifications of trees besides graphs."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    def looked_up(factor: float) -> Use:
+        table = torch.arange(16.0)
+
+        def use(module: Any, x: Tensor) -> Tensor:
+            with TransformGetItemToIndex():
+                return x * torch.vmap(lambda place: table[place] * factor)(torch.arange(16))
+
+        return use
+
+    one, same, other = (export(Stateful(looked_up(factor))) for factor in (2.0, 2.0, 3.0))
+    assert any(node.op == "get_attr" for node in one.graph.nodes)
+    assert state.alike(one, same) and not state.alike(one, other)

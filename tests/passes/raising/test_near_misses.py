@@ -16,7 +16,7 @@ from qcompile.passes.base import apply
 from qcompile.passes.raising import Raise
 from tests.support import modules
 from tests.support.programs import dynamic_size
-from tests.support.raising import LONGEST, inputs, raise_module, refused_or_right, right, used
+from tests.support.raising import LONGEST, Attend, inputs, raise_module, refused_or_right, right, sdpa, used
 
 WIDTH = 16
 Curve = Callable[[Tensor, Tensor], Tensor]
@@ -54,6 +54,12 @@ CURVES: dict[str, Curve] = {
     "a bias of each head": lambda x, own: (heads(x) + own[:4, None]).flatten(-2),
     "an outer product": lambda x, own: (x[..., :4, None] * x[..., None, 4:8]).flatten(-2),
     "an outer sum": lambda x, own: (x[..., :4, None] + x[..., None, 4:8]).flatten(-2),
+    "all tokens once more for each of two experts": lambda x, own: (
+        x.flatten(0, 1).repeat(2, 1).view(2, *x.shape).sum(0)
+    ),
+    "all tokens times a table for each of two experts": lambda x, own: (
+        (x.flatten(0, 1).repeat(2, 1) * torch.full_like(x.flatten(0, 1).repeat(2, 1), 3.0)).view(2, *x.shape).sum(0)
+    ),
     "a weight written over in part": lambda x, own: x * filled(own, 5),
     "a weight written over": lambda x, own: x * own.mul_(2.0),
     "chosen heads, not the last dimension": lambda x, own: torch.ops.aten.index(
@@ -164,3 +170,20 @@ def test_a_weight_inside_a_module_called_module() -> None:
     program = torch.export.export(module, (ids,), dynamic_shapes=(sizes,))
     for graph in (apply(Raise(), frontend.load(program, max_position=LONGEST)).graph, raise_module(module)):
         assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
+
+
+def test_a_table_of_one_number_for_each_token() -> None:
+    """Its size is the product of the numbers of sequences and tokens."""
+    right(Bent(lambda x, own: (x.flatten(0, 1) * torch.full_like(x.flatten(0, 1), 3.0)).view(x.shape)))
+
+
+def windowed(ids: Tensor) -> Tensor:
+    """A mask that vmap makes."""
+    places = torch.arange(ids.shape[1])
+    rows = torch.vmap(lambda q, k: (k <= q) & (k > q - 4), (None, 0))
+    return torch.vmap(rows, (0, None))(places, places)
+
+
+def test_a_mask_by_vmap_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="is a step of vmap"):
+        raise_module(modules.randomized(Attend(sdpa(attn_mask=windowed))))
