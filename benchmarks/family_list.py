@@ -299,6 +299,13 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
     ),
     ("mamba", "mamba", {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2}),
     (
+        "zamba",
+        "zamba",
+        COMMON
+        | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_key_value_heads": 8}
+        | {"mamba_d_state": 16, "mamba_dt_rank": 24, "n_mamba_heads": 2},
+    ),
+    (
         "qwen3_next",
         "qwen3_next",
         EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 160},

@@ -6,6 +6,7 @@ Packed weights are computed on demand, when they are written (codegen/packing.py
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -49,9 +50,9 @@ class Lowering:
         return int(node.meta["storage"]["column"])
 
     def buffer(self, node: Any, *, whole: bool = True) -> str:
-        """Name of the buffer that holds `node`. PassError if `whole` and it does not start at column 0."""
+        """Name of the buffer that holds `node`. PassError if `whole` and that holds other columns as well."""
         storage = node.meta["storage"]
-        if whole and storage["column"]:
+        if whole and (storage["column"] or storage["width"] != _width(node)):
             raise PassError("codegen", node.name, "this operator has no kernel that reads a slice of a wider value")
         name = storage["buffer"]
         if name not in self.buffers:
@@ -197,6 +198,13 @@ class Lowering:
             what = self.origin + str(node.target) if node.op == "get_attr" else f"{node.target}{spell(node.args)}"
             self._digests[node] = hashlib.sha256(f"{node.op} {what}".encode()).hexdigest()
         return self._digests[node]
+
+
+def _width(node: fx.Node) -> int:
+    """Numbers in a row of `node`; of its first result if it has several."""
+    value = node.meta["val"]
+    shape = (value[0] if isinstance(value, (list, tuple)) else value).shape
+    return math.prod(shape[1:])
 
 
 def _sources(node: fx.Node) -> list[str]:

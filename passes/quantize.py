@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from torch import fx
 
 from qcompile import ops
@@ -13,6 +14,7 @@ from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import WEIGHT_FORMATS, weight_format
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.gather import gathered
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,9 @@ class Quantize(Pass):
         kind = activation_format(activation)
         key = (x, activation, kind.sum_group(weight_format(format).sum_group, inputs))
         if key not in activations:
-            with graph.fx.inserting_after(x):
-                activations[key] = graph.call("quantize_activation", *key)
+            whole = _whole(graph, x)
+            with graph.fx.inserting_after(whole):
+                activations[key] = graph.call("quantize_activation", whole, *key[1:])
         epilogue = _GATING[ops.operand(node, "kind")] if gated else "store"
         with graph.fx.inserting_before(node):
             gemm = graph.call(
@@ -97,6 +100,21 @@ class Quantize(Pass):
         if format.is_part:
             rounded = graph.call_weight("upper_nibble", rounded)
         return rounded, format.read_as.name
+
+
+def _whole(graph: Graph, x: fx.Node) -> fx.Node:
+    """`x`, or a copy of it if it is a slice of a wider value: a kernel that rounds or multiplies rows reads whole ones.
+
+    A row of a slice has the stride of the wider value, and the features beside it where a whole row has zeros.
+    """
+    source = x
+    while (kind := ops.name_of(source.target)) in ("slice_features", "split_heads", "merge_heads"):
+        width = source.meta["val"].shape[-1]
+        source = ops.operand(source, "x")
+        if kind == "slice_features" and width < source.meta["val"].shape[-1]:
+            with graph.fx.inserting_after(x):
+                return gathered(graph, [x], np.arange(x.meta["val"].shape[-1]))
+    return x
 
 
 _GATING = {kind: name for name, kind in ops.GATED.items()}

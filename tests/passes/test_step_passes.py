@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qcompile import check
+from qcompile import check, ops
+from qcompile.codegen.lower import lower
 from qcompile.codegen.lowering_state import Lowering
 from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError, UsageError
@@ -19,7 +20,7 @@ from qcompile.passes.fuse import Fuse
 from qcompile.passes.merge import Merge
 from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
-from tests.support.graphs import decoder, latent, sequence_inputs, step_inputs
+from tests.support.graphs import decoder, latent, recurrent, sequence_inputs, step_inputs
 
 # For sums of the same float32 numbers in two different orders.
 REORDERED = 2e-6
@@ -133,6 +134,33 @@ def test_quantize_rounds_one_activation_once() -> None:
     graph = through(decoder(layers=1), AssignPrecision("w8_sym_channel", "int8"), Quantize())
     readers = [len(node.users) for node in graph.calls("quantize_activation")]
     assert max(readers) == 3 and len(readers) == 5
+
+
+def test_quantize_copies_slices_that_linears_read() -> None:
+    before = through(recurrent(layers=1, rank=24), AssignPrecision("f32", "f32"))
+    after = through(before, Quantize())
+    copied = [ops.operand(node, "sources")[0] for node in after.calls("gather_features")]
+    assert [ops.operand(part, "start") for part in copied] == [0, 24]
+    assert check.equivalent(after, before, sequence_inputs()) < REORDERED
+
+
+def test_quantize_copies_no_whole_values() -> None:
+    graph = through(recurrent(layers=1), AssignPrecision("f32", "f32"))
+    y = graph.calls("rms_norm")[0]
+    with graph.fx.inserting_after(y):
+        same = graph.call("slice_features", y, 0, y.meta["val"].shape[-1])
+    graph.calls("linear")[0].update_arg(0, same)
+    assert not through(graph, Quantize()).calls("gather_features")
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_code_generation_refuses_a_gemm_of_a_slice(part: int) -> None:
+    """A kernel takes the width of its rows for their stride, whatever column the slice begins at."""
+    graph = through(recurrent(layers=1, rank=24), AssignPrecision("f32", "f32"), Quantize())
+    copied = graph.calls("gather_features")[part]
+    graph.replace(copied, ops.operand(copied, "sources")[0])
+    with pytest.raises(PassError, match="reads a slice of a wider value"):
+        lower(through(graph, Cache("kv32"), PlanMemory()), WeightTable())
 
 
 def test_quantize_refuses_an_activation_times_an_activation() -> None:

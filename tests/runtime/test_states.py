@@ -135,6 +135,18 @@ def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREED
     return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
 
 
+def test_logits_of_linears_of_slices_are_those_of_transformers(tmp_path: Path) -> None:
+    """Each of Zamba's two heads projects its own columns of a convolution."""
+    sizes = {"mamba_d_state": 8, "mamba_dt_rank": 28, "n_mamba_heads": 2}
+    layers = {"num_hidden_layers": 1, "layers_block_type": ["mamba"], "vocab_size": VOCAB}
+    module: Any = save("zamba", COMMON | sizes | layers, tmp_path / "model")
+    qcompile.build(tmp_path / "model", tmp_path / "out", recipe="f32")
+    ids = torch.randint(1, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
+    with qcompile.load(tmp_path / "out", threads=1) as llm, torch.no_grad():
+        # float32 sums of about 100 numbers of size 1 in another order
+        torch.testing.assert_close(llm.logits(ids), module(ids, use_cache=False).logits, atol=2e-4, rtol=0)
+
+
 @pytest.mark.parametrize("attends", [True, False])
 def test_logits_are_those_of_the_module_whatever_the_steps(artifact: Callable[..., Path], attends: bool) -> None:
     with qcompile.load(artifact("f32", attends), threads=2) as llm, torch.no_grad():

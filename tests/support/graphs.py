@@ -141,10 +141,12 @@ def recurrent(
     delta: bool = True,
     attention: bool = True,
     bias: bool = True,
+    rank: int = 0,
 ) -> Graph:
     """A decoder at stage `raise` whose blocks are a convolution with a recurrence, and if `attention`, then attention.
 
-    `rates`: "heads", "keys" (a rate for each head and key feature) or "" (none).
+    `rates`: "heads", "keys" (a rate for each head and key feature) or "" (none). With `rank`, decay and gain are linear
+    in slices of that many features of one wider value.
     """
     begun = Begun(vocab)
     graph, ids, weight = begun.graph, begun.ids, begun.weight
@@ -164,14 +166,18 @@ def recurrent(
             graph.call("split_heads", graph.call("slice_features", wide, start, end), count)
             for start, end, count in parts
         )
-        raw = linear(y, f"decay{n}", heads * key_dim if by_key else heads)
+        sources = [y, y]
+        if rank:
+            low = graph.call("unary", linear(y, f"low{n}", 3 * rank), "silu")
+            sources = [graph.call("slice_features", low, start, start + rank) for start in (0, rank)]
+        raw = linear(sources[0], f"decay{n}", heads * key_dim if by_key else heads)
         positive = graph.call("unary", raw, "sigmoid")  # times a negative rate: states fade
         decay = positive if rates else graph.call("scale", positive, -1.0)
         decay = graph.call("split_heads", decay, heads) if by_key else decay
         shape = (heads, key_dim) if rates == "keys" else (heads,)
         fading = -1.5 * torch.rand(shape, generator=begun.generator)
         rate = begun.kept(f"rates{n}", fading) if rates else None
-        strength = graph.call("unary", linear(y, f"gain{n}", heads), "sigmoid") if gain else None
+        strength = graph.call("unary", linear(sources[1], f"gain{n}", heads), "sigmoid") if gain else None
         return graph.call("merge_heads", graph.call("linear_recurrence", q, k, v, decay, rate, strength, delta))
 
     def mixed_by_attention(y: fx.Node, n: int) -> fx.Node:

@@ -34,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"heads": 40, "key_heads": 1, "key_dim": 16, "value_dim": 1, "rates": "keys", "delta": False},
         **{"attention": False, "layers": 1},
     },
+    "linears of slices": {"layers": 1, "attention": False, "rank": 24},
 }
 Open = Callable[..., Executor]
 
