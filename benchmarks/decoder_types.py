@@ -8,8 +8,8 @@ The second writes results/decoder_types.json and decoder_types.md of all rows. `
 
 A row is the default configuration of the type, cut down by `tiny.py`, with random weights, compiled in float32 and
 compared with transformers as families.py does. Types that are no decoders are listed as such: encoder-decoders,
-models in which a token sees later ones, and those that take no text without an image. The exit code is 4 if a row is
-wrong.
+models in which a token sees later ones, classifiers, and those that take no text without an image. The exit code is 4
+if a row is wrong.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def row_of(kind: str) -> Row:
 def not_a_decoder(kind: str, settings: tiny.Settings) -> str:
     """Why the type is no decoder, or an empty text."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
+    if kind in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:  # the map lists the decoder inside under this type
+        return "classifier of images"
     config = AutoConfig.for_model(kind, **settings)
     if config.is_encoder_decoder or config.get_text_config().is_encoder_decoder:
         return "encoder and decoder"

@@ -44,11 +44,19 @@ Row = dict[str, Any]
 
 
 def auto_class(kind: str) -> Any:
-    """transformers' class that makes models of the type `kind`."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """transformers' class that makes models of the type `kind`, and reads them back.
 
-    return AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
+    Some causal models take only the configuration of the text part, whose own type is in no map, so that nothing reads
+    their checkpoints: the type is then that of its image-and-text model.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    causal, seeing = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    unread = kind in causal and getattr(transformers, causal[kind]).config_class.model_type not in causal
+    if kind not in causal or (unread and kind in seeing):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def random_model(kind: str, settings: Settings, seed: int = 0) -> Any:

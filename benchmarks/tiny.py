@@ -92,6 +92,7 @@ EXCEPTIONS: dict[str, Settings] = {
         **{"n_group": 1, "topk_group": 1},
     },
     "dots3_note_text": {"head_dim": HEAD + 16},
+    "emu3": {"vocabulary_map": {"<image>": 3}},
     "ernie4_5_vl_moe_text": {"head_dim": 4 * HEAD},
     "falcon_h1": {"mamba_d_head": HEAD, "mamba_n_groups": 1},
     "glm4v_moe_text": {"head_dim": 4 * HEAD},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import tiny
+from benchmarks import decoder_types, tiny
 from benchmarks.families import auto_class
 
 KINDS = ("llama", "gpt2", "gemma4_text", "deepseek_v3", "qwen3_next", "dbrx", "bamba", "glm4v_moe", "laguna", "mpt")
@@ -43,3 +43,15 @@ def test_changes_of_single_layers_move_with_them() -> None:
         "per_layer_config": {1: {"head_dim": tiny.HEAD}},
         "head_dim": tiny.HEAD,
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("llama", "CausalLM"), ("llava", "ImageTextToText"), ("emu3", "ImageTextToText"), ("mllama", "ImageTextToText")],
+)
+def test_models_are_made_by_the_class_that_reads_them_back(kind: str, name: str) -> None:
+    assert auto_class(kind).__name__ == f"AutoModelFor{name}"
+
+
+def test_classifiers_are_no_decoders() -> None:
+    assert decoder_types.not_a_decoder("shieldgemma2", {}) == "classifier of images"
