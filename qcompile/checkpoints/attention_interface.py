@@ -35,6 +35,8 @@ def attention(
     if not isinstance(attention_mask, CausalMask):
         raise OwnAttention("attention makes its mask in its own way")
     shown = attention_mask.shown
+    if shown.window < 0:
+        raise UnsupportedError("attention mask hides all tokens")
     if window not in (None, 0, shown.window) and shown.window:
         raise UnsupportedError(f"attention has a window of {window}, its mask one of {shown.window}")
     if selected is not None:

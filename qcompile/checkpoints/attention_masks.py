@@ -25,7 +25,10 @@ class UnknownMask(UnsupportedError):
 
 
 class Shown(NamedTuple):
-    """What a causal mask shows: the last `window` tokens, and those of a query's own `chunk`; 0: all."""
+    """What a causal mask shows: the last `window` tokens, and those of a query's own `chunk`; 0: all.
+
+    A window below 0 hides all tokens. Models make such a mask for layers that they do not have.
+    """
 
     window: int
     chunk: int
@@ -138,6 +141,8 @@ def _shown(mask_function: Callable[..., Tensor], length: int) -> Shown:
 
     last = row(length - 1)
     window = int(last.sum())
+    if not window:
+        return Shown(-1, 0)
     chunk = int(row(length - window - 1).sum()) if window < length else length
     rows = {*range(min(8, length)), *(length * i // 16 for i in range(1, 16)), length - 1, *_powers(length)}
     step = chunk * max(1, length // (16 * chunk)) if chunk else length

@@ -25,8 +25,8 @@ from tests.cli.test_app import refusal
 from tests.ops.test_ops import CASES
 from tests.support.graphs import decoder, step_inputs
 
-PAGED = {name for name in CASES if any(a.name == "cache" for a in ops.op(name)._schema.arguments)}
-"""Operators over a paged cache, which export replaces by what they are over one text."""
+PAGED = {name for name in CASES if any(a.name in ("cache", "states") for a in ops.op(name)._schema.arguments)}
+"""Operators over a paged cache or states, which export replaces by what they are over one text."""
 
 ALIKE = 1e-5
 """Sums of float32 in another order; integers and rounding are the same."""

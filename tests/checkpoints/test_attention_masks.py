@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from qcompile.checkpoints.attention_interface import attention
 from qcompile.checkpoints.attention_masks import Shown, UnknownMask, begin, causal_mask, rehearsed
 from qcompile.errors import UnsupportedError
 
@@ -19,11 +20,12 @@ LONGEST = 200
 MaskFunction = Callable[..., Tensor]
 
 
+def made(function: MaskFunction, longest: int = LONGEST) -> Any:
+    return causal_mask(lambda config: config.longest, mask_function=function, config=SimpleNamespace(longest=longest))
+
+
 def shown(function: MaskFunction, longest: int = LONGEST) -> Shown:
-    mask: Any = causal_mask(
-        lambda config: config.longest, mask_function=function, config=SimpleNamespace(longest=longest)
-    )
-    found: Shown = mask.shown
+    found: Shown = made(function, longest).shown
     return found
 
 
@@ -99,3 +101,10 @@ def test_masks_by_tensors_of_shorter_sequences_are_refused() -> None:
     blocks = torch.full((1, 7), -1)
     with pytest.raises(UnsupportedError, match="tensors that the model makes for each token"):
         shown(lambda b, h, q, k: (k <= q) | ((blocks[b, q] == blocks[b, k]) & (blocks[b, q] >= 0)))
+
+
+def test_a_mask_that_hides_everything_is_refused_where_it_is_used() -> None:
+    mask = made(lambda b, h, q, k: torch.zeros(1, len(k), dtype=torch.bool))
+    q = torch.zeros(1, 2, 5, 8)
+    with pytest.raises(UnsupportedError, match="hides all tokens"):
+        attention(nn.Module(), q, q, q, mask)

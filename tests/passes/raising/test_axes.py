@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qcompile.errors import UnsupportedError
 from tests.support import modules
-from tests.support.raising import Attend, raise_module, right, used
+from tests.support.raising import Attend, right, used
 
 
 class Axes:
@@ -41,6 +40,5 @@ def test_equal_axes(source: int) -> None:
 
 
 @pytest.mark.parametrize("other", [{"factor": 2.0}, {"stretch": 0.5}])
-def test_other_angles_are_refused(other: dict[str, float]) -> None:
-    with pytest.raises(UnsupportedError, match="changes a tensor in place"):
-        raise_module(modules.randomized(Attend(Axes(**other))))
+def test_other_angles_are_those_of_the_table(other: dict[str, float]) -> None:
+    assert used(right(modules.randomized(Attend(Axes(**other)))))["rope"] == 2
