@@ -419,7 +419,7 @@ def test_a_model_whose_drafts_cannot_be_opened_leaves_no_threads(
     closed = []
     close = Executor.close
     monkeypatch.setattr(Executor, "close", lambda executor: closed.append(executor) or close(executor))  # type: ignore[func-returns-value]
-    opens = {"memory": "_open_levels", "rounds": "LibrarySpeculator"}
+    opens = {"memory": "_open_stages", "rounds": "LibrarySpeculator"}
     monkeypatch.setattr(load, opens[missing], refuse)
     before = len(os.listdir("/proc/self/task"))
     with pytest.raises(ResourceError, match="for drafts"):
