@@ -275,7 +275,10 @@ def kernels() -> Row:
 
 VOCAB, LENGTH, TEXTS, STEPS = 512, 150, 4, 200
 MODELS: dict[str, Row] = {
-    "gated delta, attention": {"heads": 8, "key_heads": 4, "key_dim": 64, "value_dim": 64, "layers": 2},
+    "gated delta, attention": {
+        **{"heads": 8, "key_heads": 4, "key_dim": 64, "value_dim": 64},
+        **{"layers": 2, "unit_keys": True},
+    },
     "scan": {
         **{"heads": 512, "key_heads": 1, "key_dim": 16, "value_dim": 1, "rates": "keys", "delta": False},
         **{"attention": False, "layers": 2},

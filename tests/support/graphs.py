@@ -142,11 +142,13 @@ def recurrent(
     attention: bool = True,
     bias: bool = True,
     rank: int = 0,
+    unit_keys: bool = False,
 ) -> Graph:
     """A decoder at stage `raise` whose blocks are a convolution with a recurrence, and if `attention`, then attention.
 
     `rates`: "heads", "keys" (a rate for each head and key feature) or "" (none). With `rank`, decay and gain are linear
-    in slices of that many features of one wider value.
+    in slices of that many features of one wider value. `unit_keys`: q and k have length 1. Otherwise the length of keys
+    grows with `key_dim`, and with many features the states of the delta rule grow without bound.
     """
     begun = Begun(vocab)
     graph, ids, weight = begun.graph, begun.ids, begun.weight
@@ -166,6 +168,8 @@ def recurrent(
             graph.call("split_heads", graph.call("slice_features", wide, start, end), count)
             for start, end, count in parts
         )
+        if unit_keys:
+            q, k = (graph.call("scale", graph.call("rms_norm", t, None, 1e-6), key_dim**-0.5) for t in (q, k))
         sources = [y, y]
         if rank:
             low = graph.call("unary", linear(y, f"low{n}", 3 * rank), "silu")
