@@ -63,7 +63,7 @@ def _options(context: PlanContext, c: Gemm, n: int) -> dict[str, Any]:
     if out is not None and out.stride != stored:
         # Columns after the outputs get zeros, but there is no bias for them; kernels that scatter rows skip them.
         if gate or (not c.blocks and (c.bias is not None or out.stride > n)):
-            raise UnsupportedError(f"{stored} outputs are not whole blocks")
+            raise UnsupportedError(f"{stored} outputs with a gate or a bias: GPU kernels take multiples of 32")
         width = out.stride
     return {
         "bias": c.bias is not None,

@@ -69,6 +69,9 @@ def linear_recurrence(facts: Facts, build: Builder, node: fx.Node, a: Arguments)
         q, k = (replace(each, terms=each.terms[:, ::group]) for each in (q, k))
     v = _by_token(facts, node, "v", a.v, (heads, width))
     by_key = a.decay.meta["val"].dim() == 4
+    if facts.shape(a.decay)[2:] not in ([heads], [heads, size]):
+        either = f"[batch, tokens, {heads}] nor [batch, tokens, {heads}, {size}]"
+        raise unsupported(node, f"has a decay that is neither {either}")
     decay = _by_token(facts, node, "decay", a.decay, (heads, size) if by_key else (heads,))
     gain = None if a.gain is None else _by_token(facts, node, "gain", a.gain, (heads,))
     rates = None if a.rates is None else build.weight(_stored(facts, node, "rates", a.rates, ((heads,), (heads, size))))

@@ -50,7 +50,7 @@ def load(
         kind = given.__name__ if isinstance(given, type) else f"of type {type(given).__name__}"
         raise UsageError(f"the model must be a path, a name, an nn.Module or an ExportedProgram, and is {kind}")
     if max_position is None:
-        raise UsageError("max_position is needed with a module: the longest sequence it can hold")
+        raise UsageError("a module needs max_position, the longest sequence it can hold, beside example_inputs")
     least = 2 if isinstance(model, ExportedProgram) else EXAMPLE_TOKENS + 1
     if type(max_position) is not int or max_position < least:
         raise UsageError(f"max_position must be a whole number of at least {least}, not {max_position!r}")

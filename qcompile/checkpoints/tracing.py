@@ -50,7 +50,8 @@ def _traced(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int
         if reason.startswith("Constraints violated"):
             if torch.__version__ < "2.13" and (program := _export_by_example(module, inputs, longest)):
                 return program
-            raise LengthError(f"{name} cannot be exported: it does not take any batch and number of tokens") from error
+            reason = "it does not take any batch and number of tokens (a loop over tokens is traced for one length)"
+            raise LengthError(f"{name} cannot be exported: {reason}") from error
         if reason.startswith("Could not guard on data-dependent expression"):
             reason = "it branches on the values of its inputs, as rotary embeddings scaled by length do"
         raise UnsupportedError(f"{name} cannot be exported: {reason}") from error

@@ -47,6 +47,8 @@ def define(
 
 def op(name: str) -> Any:
     """The overload of `qcompile::name`. Raises KeyError if there is none."""
+    if name not in DEFINED:
+        raise KeyError(f"there is no operator qcompile::{name}")
     return DEFINED[name]
 
 

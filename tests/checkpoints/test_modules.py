@@ -20,7 +20,7 @@ from tests.support import modules
 def test_module_needs_to_be_described() -> None:
     module = modules.Plain(layers=1)
     ids = torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(UsageError, match="max_position is needed"):
+    with pytest.raises(UsageError, match="needs max_position"):
         frontend.load(module, example_inputs=(ids,))
     with pytest.raises(UsageError, match="example_inputs is needed"):
         frontend.load(module, max_position=64)

@@ -95,6 +95,13 @@ class Learned(Layer):
         return recurrence(q, k, v, decay, decay[0, 0], gain)
 
 
+class ShortDecay(Layer):
+    """The decay has a number for one head alone."""
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, gain: Tensor) -> Tensor:
+        return recurrence(q, k, v, decay[..., :1], None, gain)
+
+
 class LearnedTaps(Layer):
     """The weight of the convolution is computed from features."""
 
@@ -105,7 +112,13 @@ class LearnedTaps(Layer):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(Backward, "flip"), (OverFeatures, "cannot be exported"), (Learned, "has a rates"), (LearnedTaps, "has a weight")],
+    [
+        (Backward, "flip"),
+        (OverFeatures, "cannot be exported"),
+        (Learned, "has a rates"),
+        (ShortDecay, r"has a decay that is neither \[batch, tokens, 6\] nor \[batch, tokens, 6, 4\]"),
+        (LearnedTaps, "has a weight"),
+    ],
 )
 def test_refused(kind: type[Layer], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
