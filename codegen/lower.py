@@ -179,6 +179,18 @@ def _gemm(low: Lowering, node: fx.Node) -> Call:
     )
 
 
+def _turned(low: Lowering, given: Any) -> dict[str, Any]:
+    """What rope_append and rope_heads do to heads alike."""
+    return {
+        "rotary_dim": 0 if given.inv_freq is None else 2 * given.inv_freq.meta["val"].shape[0],
+        "inv_freq": low.vector(given.inv_freq),
+        "scaling": given.scaling,
+        "interleaved": given.interleaved,
+        "center": low.vector(given.center),
+        "block": given.block,
+    }
+
+
 def _rope_append(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     q_offset, k_offset, *v_offset = given.offsets
@@ -192,12 +204,7 @@ def _rope_append(low: Lowering, node: fx.Node) -> Call:
         kv_heads=given.kv_heads,
         head_dim=given.head_dim,
         layer=given.layer,
-        rotary_dim=0 if given.inv_freq is None else 2 * given.inv_freq.meta["val"].shape[0],
-        inv_freq=low.vector(given.inv_freq),
-        scaling=given.scaling,
-        interleaved=given.interleaved,
-        center=low.vector(given.center),
-        block=given.block,
+        **_turned(low, given),
         query_table=low.flat(given.query_table),
         query_weight=low.vector(given.query_weight),
     )
@@ -211,12 +218,7 @@ def _rope_heads(low: Lowering, node: fx.Node) -> Call:
         offset=given.offset,
         heads=given.heads,
         head_dim=given.head_dim,
-        rotary_dim=0 if given.inv_freq is None else 2 * given.inv_freq.meta["val"].shape[0],
-        inv_freq=low.vector(given.inv_freq),
-        scaling=given.scaling,
-        interleaved=given.interleaved,
-        center=low.vector(given.center),
-        block=given.block,
+        **_turned(low, given),
         table=low.flat(given.table),
         weight=low.vector(given.weight),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 from qcompile.codegen.calls import Attention, RopeAppend, RopeHeads
 from qcompile.codegen.gpu import fused
@@ -75,43 +76,44 @@ def rope_heads(context: PlanContext, c: RopeHeads) -> Iterator[Launch]:
     """The launch that changes heads by position in place."""
     factors = {"query_table": c.table, "query_weight": c.weight}
     spec = AppendSpec(
-        GpuKV("kv16", 0, c.head_dim),
-        c.heads,
-        context.buffer(c.x).stride,
-        c.offset,
-        0,
-        0,
-        rotary_dim=c.rotary_dim if c.inv_freq is not None else 0,
-        scaling=c.scaling,
-        interleaved=c.interleaved,
-        hadamard=c.block,
-        centered=c.center is not None,
-        inline_asm=context.inline_asm,
+        kv=GpuKV("kv16", 0, c.head_dim),
+        stride=context.buffer(c.x).stride,
+        q_offset=c.offset,
+        k_offset=0,
+        v_offset=0,
         appends=False,
         times=tuple(name for name, weight in factors.items() if weight is not None),
+        **_turned(context, c),
     )
     args: Operands = {"x": context.ref(c.x), "positions": InputRef("positions"), "M": CountRef("tokens")}
     args |= weight_refs(inv_freq=c.inv_freq, center=c.center, **factors)
     yield Launch(c.name, "tokens", _append_variants(context, spec, args))
 
 
+def _turned(context: PlanContext, c: RopeAppend | RopeHeads) -> dict[str, Any]:
+    """The fields of AppendSpec that say what happens to each head."""
+    return {
+        "heads": c.heads,
+        "rotary_dim": c.rotary_dim if c.inv_freq is not None else 0,
+        "scaling": c.scaling,
+        "interleaved": c.interleaved,
+        "hadamard": c.block,
+        "centered": c.center is not None,
+        "inline_asm": context.inline_asm,
+    }
+
+
 def _append_spec(context: PlanContext, c: RopeAppend, norm_q: HeadNorm | None, norm_k: HeadNorm | None) -> AppendSpec:
     return AppendSpec(
-        context.kvs[c.layer],
-        c.heads,
-        context.buffer(c.qkv).stride,
-        c.q_offset,
-        c.k_offset,
-        c.v_offset,
-        rotary_dim=c.rotary_dim if c.inv_freq is not None else 0,
-        scaling=c.scaling,
-        interleaved=c.interleaved,
-        hadamard=c.block,
-        centered=c.center is not None,
-        inline_asm=context.inline_asm,
+        kv=context.kvs[c.layer],
+        stride=context.buffer(c.qkv).stride,
+        q_offset=c.q_offset,
+        k_offset=c.k_offset,
+        v_offset=c.v_offset,
         norm_q=norm_q,
         norm_k=norm_k,
         times=tuple(name for name in ("query_table", "query_weight") if getattr(c, name) is not None),
+        **_turned(context, c),
     )
 
 

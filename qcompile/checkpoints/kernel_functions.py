@@ -1,4 +1,4 @@
-"""KernelFunction functions of transformers' recurrent layers, as qcompile's operators while a model is traced.
+"""Kernel functions of transformers' recurrent layers, as qcompile's operators while a model is traced.
 
 transformers marks functions for which optimized kernels exist, with the name of the kernel, such as `causal_conv1d_fn`.
 In place of the torch code of such a function, this module writes the operators of qcompile/ops/recurrent.py. Each
