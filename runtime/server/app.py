@@ -27,8 +27,10 @@ from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.server import api
+from qcompile.runtime.server.chat_api import ChatRequest
+from qcompile.runtime.server.chat_replies import ChatReply
 from qcompile.runtime.server.metrics import Metrics
-from qcompile.runtime.server.replies import ChatReply, CompletionReply, Echo, Reply
+from qcompile.runtime.server.replies import CompletionReply, Echo, Reply
 from qcompile.runtime.server.service import Answer, BusyError, Service
 
 MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
@@ -221,7 +223,7 @@ class _Handlers:
         reply = CompletionReply(self._served.name, params.n, Echo(prompts, self._llm.decode) if asked.echo else None)
         return await self._answer(request, asked, prompts, params, reply)
 
-    async def chat(self, asked: api.ChatRequest, request: Request) -> Response:
+    async def chat(self, asked: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions."""
         if self._served.template is None:
             raise UsageError(f"{self._served.name} has no chat template: use /v1/completions")

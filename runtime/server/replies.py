@@ -157,29 +157,3 @@ class CompletionReply(Reply):
             columns = api.prompt_columns(prompt, self._echo.decode(output.prompt_token_ids[:1]), output)
             choice["logprobs"] = {name: columns[name] + rest for name, rest in choice["logprobs"].items()}
         return choice, end
-
-
-class ChatReply(Reply):
-    """A response of /v1/chat/completions. top: number of alternatives reported for each token."""
-
-    prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, model: str, samples: int, top: int) -> None:
-        super().__init__(model, samples)
-        self._top = top
-
-    def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": sample.text}
-        return {"index": index, "message": message} | self._rest(sample, 0)
-
-    def opening(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        return [{"index": index, "delta": delta, "finish_reason": None} for index in range(self._samples)]
-
-    def piece(
-        self, index: int, output: RequestOutput, sample: CompletionOutput, characters: int, tokens: int
-    ) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": sample.text[characters:]}} | self._rest(sample, tokens)
-
-    def _rest(self, sample: CompletionOutput, first: int) -> dict[str, Any]:
-        return {"logprobs": api.chat_logprobs(sample, first, self._top), "finish_reason": sample.finish_reason}

@@ -29,8 +29,10 @@ from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from qcompile.runtime.sampling.logprobs import Logprob
 from qcompile.runtime.server import app as server
-from qcompile.runtime.server.api import ChatRequest, CompletionRequest
-from qcompile.runtime.server.replies import ChatReply, CompletionReply
+from qcompile.runtime.server.api import CompletionRequest
+from qcompile.runtime.server.chat_api import ChatRequest
+from qcompile.runtime.server.chat_replies import ChatReply
+from qcompile.runtime.server.replies import CompletionReply
 from qcompile.runtime.server.service import Service
 from tests.support.fake import byte_tokenizer, fake_llm
 
