@@ -24,16 +24,16 @@ def spelled(tokenizer: Tokenizer, token: int) -> str:
 class Detokenizer:
     """Decodes tokens incrementally and returns only complete characters.
 
-    Special tokens have no text. The whole text equals the tokenizer's own decoding of all tokens after the prompt, and
-    does not depend on how the tokens are divided among calls.
+    Special tokens have no text with `skip_special`. The whole text equals the tokenizer's own decoding of all tokens
+    after the prompt, and does not depend on how the tokens are divided among calls.
 
     `tokenizers.decoders.DecodeStream` gives other results (tests/runtime/test_text.py shows each): it never returns an
     incomplete character at the end of a text, holds any number of invalid bytes back, raises an exception on some
     invalid bytes of a tokenizer with byte fallback, and cannot be copied, which the search for stop texts needs.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         # With single-byte tokens, one invalid byte makes the whole run of bytes around it invalid, including what was
         # returned already. The length of the run in the window must not depend on how tokens are divided among calls.
         self._one_by_one = tokenizer.token_to_id("<0x0A>") is not None
@@ -80,4 +80,4 @@ class Detokenizer:
         self._complete = len(self._ids) - min(3 * held, len(self._ids))  # what is held back has at most 3 bytes
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special)

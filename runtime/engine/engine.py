@@ -85,7 +85,7 @@ class Engine:
             sampler=Sampler(params, index, known, self.executor.limits.vocab),
             output=CompletionOutput(index),
             metrics=RequestMetrics(arrival_time=time.monotonic()),
-            stream=StreamState(Detokenizer(self.tokenizer, known) if self.tokenizer else None),
+            stream=StreamState(self._detokenizer(known, params)),
         )
         if params.logprobs is not None:
             request.output.logprobs, request.output.cumulative_logprob = [], 0.0
@@ -96,6 +96,9 @@ class Engine:
         else:
             self.scheduler.add(request)
         return request
+
+    def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
+        return Detokenizer(self.tokenizer, prompt, bool(params.skip_special_tokens)) if self.tokenizer else None
 
     def cancel(self, request: Request) -> None:
         """End a request now and free its pages. Does nothing if it has ended."""

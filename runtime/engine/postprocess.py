@@ -116,7 +116,10 @@ class Postprocessor:
         request, output, tokens = update.request, update.request.output, update.tokens
         if update.logprobs:
             output.add_logprobs(tokens, update.logprobs[: len(tokens)])
-        if (surplus := len(tokens) - extend_text(request, tokens)) > 0:
+        hidden = update.finish_reason == "stop" and not request.params.skip_special_tokens  # the end of text
+        written = tokens[: len(tokens) - hidden]
+        if (kept := extend_text(request, written)) < len(written):
+            surplus = len(tokens) - kept
             tokens = tokens[:-surplus]
             del request.sequence.tokens[-surplus:], output.token_ids[-surplus:]
         if request.prompt_report.pieces and request.prompt_report.complete and update.finish_reason != "error":

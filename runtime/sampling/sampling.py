@@ -38,6 +38,10 @@ _MOST_BIAS, _MOST_BIASES = 100.0, 1024
 """Largest bias, whose negative is the smallest, as in OpenAI's API; and most biases of a request."""
 
 
+_NO_NUMBERS = ("stop", "logit_bias", "ignore_eos", "skip_special_tokens")
+"""Fields whose values are not numbers."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Options of one request; names and defaults are vLLM's. Raises UsageError on a value out of range.
@@ -47,7 +51,8 @@ class SamplingParams:
     prompt or the output. frequency_penalty, presence_penalty: subtracted from a token's logit for each occurrence in
     the output, and once if it occurs there at all. logit_bias: added to the logits of these tokens. seed: None takes
     fresh entropy. logprobs: number of alternatives to report for every token. prompt_logprobs: the same for tokens of
-    the prompt; then max_tokens may be 0. Numbers may be numpy's.
+    the prompt; then max_tokens may be 0. skip_special_tokens: whether special tokens have no text in the output; the
+    token that ends it never has. Numbers may be numpy's.
     """
 
     n: int = 1
@@ -65,13 +70,15 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name in (name for name in self.__dataclass_fields__ if name not in ("stop", "logit_bias", "ignore_eos")):
+        for name in (name for name in self.__dataclass_fields__ if name not in _NO_NUMBERS):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
         in_range = _whole(self.n) and 1 <= self.n <= MOST_SAMPLES
         self._need("n", in_range, f"a whole number of at least 1 and at most {MOST_SAMPLES}")
-        self._need("ignore_eos", isinstance(self.ignore_eos, bool | np.bool_), "True or False")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            self._need(name, isinstance(getattr(self, name), bool | np.bool_), "True or False")
         self._need("temperature", _real(self.temperature) and self.temperature >= 0, "a finite number, at least 0")
         self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "0 or -1 (no limit), or at least 1")
         self._need("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")

@@ -222,6 +222,24 @@ def test_stop_texts(
 
 
 @pytest.mark.parametrize("steps", [1, 4])
+def test_special_tokens_have_text_where_they_are_asked_for(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """The token that ends the text has none."""
+    scripted(llm, "a<eos>é<eos>", monkeypatch)
+    fix_calls(llm.engine, steps)
+    for options, text in (({"max_tokens": 5}, "a<eos>é<eos>"), ({"max_tokens": 5, "stop": "<eos>"}, "a")):
+        found = list(llm.stream("?", temperature=0, ignore_eos=True, skip_special_tokens=False, **options))
+        assert found[-1].outputs[0].text == text == "".join(out.outputs[0].new_text for out in found)
+    for options in ({}, {"stop": "<eos>"}, {"stop": "z"}):
+        output = llm.generate("?", temperature=0, skip_special_tokens=False, **options)[0].outputs[0]
+        assert output.text == "a" and output.token_ids[-1] == 0 and output.stop_reason is None
+    assert llm.generate("?", temperature=0, max_tokens=5, ignore_eos=True)[0].outputs[0].text == "aé"
+    with pytest.raises(UsageError, match="skip_special_tokens must be True or False"):
+        llm.generate("?", skip_special_tokens=1)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
 def test_nothing_is_added_after_a_stop_text(llm: LLM, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """Another request goes on; the next step may have run already when the text is found."""
     scripted(llm, TEXT, monkeypatch)
