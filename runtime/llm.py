@@ -146,7 +146,10 @@ class LLM:
         `outputs[i].text` is the whole text so far, `outputs[i].new_text` what was added since the last yield. Closing
         the iterator cancels unfinished requests. Prompts are checked before the first step.
         """
-        return self._run(*self._checked(prompts, prompt_embeds, params, options), partial=True)
+        checked, params_of_each = self._checked(prompts, prompt_embeds, params, options)
+        for one in params_of_each:
+            one.check_streamed()
+        return self._run(checked, params_of_each, partial=True)
 
     def _checked(
         self, prompts: Any, embeds: EmbeddedPrompts, params: Params, options: dict[str, Any]
@@ -170,8 +173,9 @@ class LLM:
             with self._exclusive():
                 for number, (prompt, params) in enumerate(zip(prompts, params_of_each, strict=True)):
                     embeds = prompt.embeds
-                    requests = [self.engine.add(prompt.tokens, params, index, embeds) for index in range(params.n)]
-                    run.samples.append(PromptSamples(number, prompt.text, prompt.shown, requests))
+                    each = params.generated
+                    requests = [self.engine.add(prompt.tokens, each, index, embeds) for index in range(each.n)]
+                    run.samples.append(PromptSamples(number, prompt.text, prompt.shown, requests, params))
                     self._owner.update((request.id, (run, number)) for request in requests)
             unfinished = len(run.samples)
             while unfinished:

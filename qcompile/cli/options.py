@@ -330,6 +330,15 @@ class Serving:
             "--max-waiting", min=0, metavar="N", help="Maximum number of samples that wait; more get HTTP 429."
         ),
     ] = 256
+    origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-origin",
+            metavar="ORIGIN",
+            help="Web pages, as https://example.org, that may use the server, besides those of this machine; `*` means "
+            "all; repeatable.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def serve(out: Artifact, serving: Serving, loading: ServedLoading, json: Json = 
 
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
         template = chat_template(out, llm.manifest["files"])
-        app.serve(app.Served(llm, name, template, key, serving.max_waiting), listening, ready)
+        served = app.Served(llm, name, template, key, serving.max_waiting, serving.origins or ())
+        app.serve(served, listening, ready)
 
 
 def _url(address: Any) -> str:

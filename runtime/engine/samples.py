@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from qcompile.runtime.request import Request
+from qcompile.runtime.sampling.sampling import SamplingParams
 
 
 class PromptSamples:
     """The requests of a prompt, one for each sample.
 
-    `number` is the prompt's index in the call; `prompt` is None where the caller gave token numbers.
+    `number` is the prompt's index in the call; `prompt` is None where the caller gave token numbers. `params` are what
+    the caller asked for, and the requests are those of `params.generated`.
     """
 
-    def __init__(self, number: int, prompt: str | None, tokens: list[int], requests: list[Request]) -> None:
+    def __init__(
+        self, number: int, prompt: str | None, tokens: list[int], requests: list[Request], params: SamplingParams
+    ) -> None:
         self.number, self.prompt, self.tokens, self.requests = number, prompt, tokens, requests
+        self._params = params
         self._sent = [0] * len(requests)  # characters of each sample that `output` has returned
         self.published = 0.0
         """When a server last published the output, on the monotonic clock."""
@@ -49,6 +54,8 @@ class PromptSamples:
             self._sent[at] = len(now.text)
             finished = finished and now.finish_reason is not None
             drafted = drafted or request.drafts.metrics.rounds > 0
+        if len(outputs) > self._params.n:
+            outputs = _best(outputs, self._params)
         speculation = _sum(request.drafts.metrics for request in self.requests) if drafted else None
         prompt_logprobs = self.requests[0].prompt_report.logprobs
         metrics = self._metrics(finished)
@@ -68,6 +75,18 @@ class PromptSamples:
             max(time.finished_time for time in times) if finished else 0.0,
             min(time.cached_tokens for time in times),
         )
+
+
+def _best(outputs: Sequence[CompletionOutput], params: SamplingParams) -> list[CompletionOutput]:
+    """The samples with the highest mean log probability of a token, the best first, as the caller wants them."""
+
+    def mean(output: CompletionOutput) -> float:
+        return (output.cumulative_logprob or 0.0) / max(len(output.token_ids), 1)
+
+    best = sorted(outputs, key=mean, reverse=True)[: params.n]
+    if params.logprobs is None:
+        best = [replace(output, logprobs=None, cumulative_logprob=None) for output in best]
+    return [replace(output, index=index) for index, output in enumerate(best)]
 
 
 def _first(moments: Iterable[float]) -> float:

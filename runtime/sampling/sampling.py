@@ -11,7 +11,7 @@ import math
 import numbers
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
@@ -34,6 +34,8 @@ _MOST_PENALTY = 1e3
 """Largest repetition penalty; the smallest is its reciprocal. Logits times or over it stay finite in float32."""
 _MOST_SUBTRACTED = 2.0
 """Largest frequency and presence penalty; the smallest is its negative, as in OpenAI's API."""
+_LEAST_TOP_P = 1e-9
+"""Less than the largest probability of any vocabulary: a smaller top_p keeps one token, too."""
 _MOST_BIAS, _MOST_BIASES = 100.0, 1024
 """Largest bias, whose negative is the smallest, as in OpenAI's API; and most biases of a request."""
 
@@ -49,10 +51,11 @@ class SamplingParams:
     temperature: 0 is greedy. top_k: 0 or -1 is no limit. max_tokens: None is up to the context. stop: one text or
     several; generation ends where one appears, and it is not part of the output. repetition_penalty: for tokens in the
     prompt or the output. frequency_penalty, presence_penalty: subtracted from a token's logit for each occurrence in
-    the output, and once if it occurs there at all. logit_bias: added to the logits of these tokens. seed: None takes
-    fresh entropy. logprobs: number of alternatives to report for every token. prompt_logprobs: the same for tokens of
-    the prompt; then max_tokens may be 0. skip_special_tokens: whether special tokens have no text in the output; the
-    token that ends it never has. Numbers may be numpy's.
+    the output, and once if it occurs there at all. logit_bias: added to the logits of these tokens. seed: None or -1
+    takes fresh entropy. logprobs: number of alternatives to report for every token. prompt_logprobs: the same for
+    tokens of the prompt; then max_tokens may be 0. skip_special_tokens: whether special tokens have no text in the
+    output; the token that ends it never has. best_of: number of samples to generate, of which the n with the highest
+    mean log probability of a token are returned, the best first; None is n. Numbers may be numpy's.
     """
 
     n: int = 1
@@ -71,24 +74,33 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         for name in (name for name in self.__dataclass_fields__ if name not in _NO_NUMBERS):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
+        if self.seed == -1:  # vLLM's other way to give none
+            object.__setattr__(self, "seed", None)
         in_range = _whole(self.n) and 1 <= self.n <= MOST_SAMPLES
         self._need("n", in_range, f"a whole number of at least 1 and at most {MOST_SAMPLES}")
+        in_range = self.best_of is None or (_whole(self.best_of) and self.n <= self.best_of <= MOST_SAMPLES)
+        self._need(
+            "best_of", in_range, f"None or a whole number of at least n ({shown(self.n)}) and at most {MOST_SAMPLES}"
+        )
         for name in ("ignore_eos", "skip_special_tokens"):
             self._need(name, isinstance(getattr(self, name), bool | np.bool_), "True or False")
         self._need("temperature", _real(self.temperature) and self.temperature >= 0, "a finite number, at least 0")
         self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "0 or -1 (no limit), or at least 1")
-        self._need("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")
+        self._need("top_p", _real(self.top_p) and 0 <= self.top_p <= 1, "a number between 0 and 1")
+        object.__setattr__(self, "top_p", max(self.top_p, _LEAST_TOP_P))
         self._need("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "a number between 0 and 1")
         in_range = _real(self.repetition_penalty) and 1 / _MOST_PENALTY <= self.repetition_penalty <= _MOST_PENALTY
         self._need("repetition_penalty", in_range, f"a number between {1 / _MOST_PENALTY:g} and {_MOST_PENALTY:g}")
         for name in ("frequency_penalty", "presence_penalty"):
             in_range = _real(getattr(self, name)) and abs(getattr(self, name)) <= _MOST_SUBTRACTED
             self._need(name, in_range, f"a number between {-_MOST_SUBTRACTED:g} and {_MOST_SUBTRACTED:g}")
-        for name, least in (("max_tokens", self.prompt_logprobs is None), ("logprobs", 0), ("seed", 0)):
+        self._need("seed", self.seed is None or _whole(self.seed), "None or a whole number")
+        for name, least in (("max_tokens", self.prompt_logprobs is None), ("logprobs", 0)):
             value = getattr(self, name)
             fits = value is None or (_whole(value) and value >= least)
             self._need(name, fits, f"None or a whole number of at least {int(least)}")
@@ -100,7 +112,6 @@ class SamplingParams:
         listed = self.stop is None or isinstance(self.stop, Sequence)
         texts = listed and all(isinstance(text, str) and text for text in self.stops)
         self._need("stop", texts, "one or several texts, none empty")
-        self._need("n", self.n == 1 or self.temperature > 0, "1 when temperature is 0 (all would be equal)")
 
     def _need(self, name: str, holds: bool, what: str) -> None:
         if not holds:
@@ -120,6 +131,18 @@ class SamplingParams:
                 limits = f"a number between {-_MOST_BIAS:g} and {_MOST_BIAS:g}"
                 raise UsageError(f"logit_bias of token {token} must be {limits}, not {shown(bias)}")
         object.__setattr__(self, "logit_bias", biases)
+
+    @property
+    def generated(self) -> SamplingParams:
+        """The parameters of the samples that are generated: `best_of` of them, with what they are chosen by."""
+        if self.best_of in (None, self.n):
+            return self
+        return replace(self, n=self.best_of, best_of=None, logprobs=self.logprobs or 0)
+
+    def check_streamed(self) -> None:
+        """Raise UsageError if outputs cannot be told as they grow: the best are known when all have ended."""
+        if self.generated is not self:
+            raise UsageError(f"best_of {self.best_of} above n cannot be streamed: the best are known at the end")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -265,7 +288,10 @@ class Sampler:
     @cached_property
     def _random(self) -> np.random.Generator:
         """Made when a number is needed first, as most requests need none."""
-        entropy = None if self.params.seed is None else [self.params.seed, self._index]
+        seed = self.params.seed
+        if seed is not None and seed < 0:  # entropy has no sign
+            seed %= 1 << 64
+        entropy = None if seed is None else [seed, self._index]
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
 
     def draw(self, logits: FloatArray) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar
 
@@ -48,10 +48,14 @@ def _token_number(name: str) -> int | str:
 
 
 class StreamOptions(BodyPart):
-    """`include_usage`: end the stream with a message that has the token counts."""
+    """`include_usage`: end the stream with a message that has the token counts.
 
-    idle = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    continuous_usage_stats: the counts so far are in every other message, too.
+    """
+
+    idle = {"include_obfuscation": (False,)}
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 def _stops(given: Any) -> Any:
@@ -63,11 +67,11 @@ class Common(BodyPart):
     """Fields of both kinds of request. Ranges that SamplingParams checks are not repeated here."""
 
     idle = {
-        **{"echo": (False,), "suffix": ("",), "best_of": (1,), "min_tokens": (0,)},
+        **{"echo": (False,), "suffix": ("",), "min_tokens": (0,)},
         **{"stop_token_ids": ([],), "skip_special_tokens": (True,)},
         **{"include_stop_str_in_output": (False,), "response_format": ({"type": "text"},), "modalities": (["text"],)},
         **{"tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True)},
-        **{"function_call": ("none", "auto"), "store": (False,), "service_tier": ("auto", "default")},
+        **{"function_call": ("none", "auto")},
         **{"reasoning_effort": ("none",), "verbosity": ("medium",), "length_penalty": (1,), "priority": (0,)},
         **{"use_beam_search": (False,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,)},
         **{"add_generation_prompt": (True,), "chat_template_kwargs": ({},)},
@@ -82,6 +86,7 @@ class Common(BodyPart):
     presence_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
     n: int | None = None
+    best_of: int | None = None
     seed: int | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops)] | None = None
     ignore_eos: bool | None = None
@@ -92,13 +97,16 @@ class Common(BodyPart):
     prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
     """Identifies the caller, like the three fields before it, and does not affect the response."""
+    store: bool | None = None
+    service_tier: str | None = None
+    """Concerns OpenAI's own service, like the field before it: nothing is stored here, and there is one tier."""
 
     def sampling(self, **more: Any) -> SamplingParams:
         """The sampling parameters; fields that were not given have SamplingParams' defaults. Raises UsageError."""
         length = len("".join(self.stop or ()))
         if length > MOST_STOP_CHARACTERS:
             raise UsageError(f"stop has {length} characters in all, of at most {MOST_STOP_CHARACTERS}")
-        names = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "ignore_eos")
+        names = ("temperature", "top_p", "top_k", "min_p", "n", "best_of", "seed", "stop", "ignore_eos")
         penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
         given = {name: getattr(self, name) for name in names + penalties} | more
         if self.logit_bias:
@@ -106,9 +114,9 @@ class Common(BodyPart):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_options(self) -> StreamOptions:
+        """Which messages of a stream have the token counts."""
+        return self.stream_options or StreamOptions()
 
 
 class CompletionRequest(Common):
@@ -138,7 +146,7 @@ class CompletionRequest(Common):
         return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=known)
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def usage(outputs: Collection[RequestOutput]) -> dict[str, Any]:
     """The token counts of a response."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)

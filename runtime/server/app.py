@@ -8,7 +8,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -49,17 +50,23 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 _READ = ["GET", "HEAD"]
+_LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a server offers. name: the model's name for clients. api_key: None requires no key."""
+    """What a server offers. name: the model's name for clients. api_key: None requires no key.
+
+    origins: web pages whose scripts may read responses, as `https://example.org`; `*` stands for all. Pages of this
+    machine may in any case.
+    """
 
     llm: LLM
     name: str
     template: Render | None = None
     api_key: str | None = None
     max_waiting: int = 256
+    origins: Sequence[str] = ()
 
 
 def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
@@ -134,6 +141,14 @@ def create_app(served: Served, service: Service) -> FastAPI:
     app = FastAPI(title="qcompile", docs_url=None, redoc_url=None, openapi_url=None)
     handlers = _Handlers(served, service)
     most = max(MOST_BYTES, MOST_BYTES_A_TOKEN * served.llm.context)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=served.origins,
+        allow_origin_regex=_LOCAL_PAGES,
+        allow_methods=[*_READ, "POST"],
+        allow_headers=["*"],
+        expose_headers=["Retry-After"],
+    )
     app.add_middleware(_Middleware, metrics=handlers.metrics, most=most)
     app.api_route("/health", methods=_READ)(handlers.health)
     app.api_route("/metrics", methods=_READ)(handlers.show_metrics)
@@ -244,11 +259,13 @@ class _Handlers:
     ) -> Response:
         if asked.model is not None:
             self._known(asked.model)
-        self._service.admit(len(prompts) * params.n, params)
+        if asked.stream:
+            params.check_streamed()
+        self._service.admit(len(prompts) * params.generated.n, params)
         tokens = await self._encoded(prompts, special, alone=params.max_tokens == 0)
         answer = self._service.submit(tokens, params, partial=asked.stream)
         if asked.stream:
-            events = reply.events(answer, self.metrics.finished, asked.wants_usage)
+            events = reply.events(answer, self.metrics.finished, asked.usage_options)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         outputs = await _unless_gone(request, self._collect(answer))
         if outputs is None:

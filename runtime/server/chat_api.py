@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from qcompile.errors import UsageError, shown
@@ -42,6 +42,14 @@ class ChatMessage(BodyPart):
         list[Annotated[TextPart, BeforeValidator(_text_alone)]], Field(fail_fast=True), BeforeValidator(_parts)
     ]
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _silent(cls, body: Any) -> Any:
+        """A reply may have no content: some clients send back null where a reply was empty."""
+        if isinstance(body, dict) and body.get("role") == "assistant" and body.get("content") is None:
+            return body | {"content": ""}
+        return body
 
     def plain(self) -> dict[str, str]:
         """The message in the form that chat templates take."""

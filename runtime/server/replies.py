@@ -66,20 +66,24 @@ class Reply(ABC):
         choices = [self.choice(index, output, sample) for output in ordered for index, sample in self._numbered(output)]
         return self._header | {"object": self.whole_object, "choices": choices, "usage": api.usage(ordered)}
 
-    async def events(self, answer: OutputStream, finished: Finished, wants_usage: bool) -> AsyncIterator[str]:
-        """Server-sent events as `answer` grows. Ending the iteration early cancels the answer."""
-        ended: list[RequestOutput] = []
+    async def events(self, answer: OutputStream, finished: Finished, counts: api.StreamOptions) -> AsyncIterator[str]:
+        """Server-sent events as `answer` grows. Ending the iteration early cancels the answer.
+
+        counts: which events have the token counts.
+        """
+        newest: dict[int, RequestOutput] = {}
         try:
             for opening in self.opening():
                 yield self._event([opening])
             async for output in answer:
+                newest[output.request_id] = output
                 if output.finished:
                     finished(output)
-                    ended.append(output)
+                usage = api.usage(newest.values()) if counts.continuous_usage_stats else None
                 for piece in self._pieces(output):
-                    yield self._event([piece])
-            if wants_usage:
-                yield self._event([], usage=api.usage(ended))
+                    yield self._event([piece], usage)
+            if counts.include_usage:
+                yield self._event([], api.usage(newest.values()))
             yield api.event("[DONE]")
         except QCompileError as error:  # the status line was sent already
             yield api.event(api.failure(str(error), "server_error"))

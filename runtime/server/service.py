@@ -110,7 +110,7 @@ class Service:
         The answer yields outputs when they finish, or with `partial` whenever they grow. Raises BusyError if the queue
         is full, UsageError for more samples than the queue can hold, ResourceError when the engine has ended.
         """
-        count = len(prompts) * params.n
+        count = len(prompts) * params.generated.n
         self.admit(count, params)
         if (held := sum(self._jobs.values())) + count > self.most:
             raise BusyError(f"{held} samples run or wait already, of at most {self.most}: try again later")
@@ -163,10 +163,10 @@ class Service:
         return True
 
     def _start(self, job: Job) -> None:
-        engine, params = self.llm.engine, job.params
+        engine, params = self.llm.engine, job.params.generated
         for number, tokens in enumerate(job.prompts):
             requests = [engine.add(tokens, params, index) for index in range(params.n)]
-            job.samples.append(PromptSamples(number, None, tokens, requests))
+            job.samples.append(PromptSamples(number, None, tokens, requests, job.params))
             self._owner.update((request.id, (job, job.samples[-1])) for request in requests)
 
     def _publish_due(self) -> None:

@@ -42,8 +42,9 @@ def error(client: Client, status: int, path: str, body: Any = None, **options: A
 @pytest.mark.parametrize(
     "unasked",
     [
-        {"metadata": {"trace": "a"}, "safety_identifier": "b", "prompt_cache_key": "c", "user": "d"},
-        {"function_call": "none", "reasoning_effort": "none", "verbosity": "medium", "service_tier": "auto"},
+        {"metadata": {"trace": "a"}, "safety_identifier": "b", "prompt_cache_key": "c", "user": "d", "store": True},
+        {"function_call": "none", "reasoning_effort": "none", "verbosity": "medium", "service_tier": "flex"},
+        {"seed": -1, "top_p": 0, "best_of": 1, "n": 1, "top_k": -1},
         {"use_beam_search": False, "length_penalty": 1.0, "priority": 0, "spaces_between_special_tokens": True},
         {"add_generation_prompt": True, "chat_template_kwargs": {}, "return_token_ids": False},
         {"logprobs": False, "top_logprobs": 0},
@@ -55,7 +56,7 @@ def test_what_changes_no_answer_is_taken(client: Client, unasked: dict[str, Any]
     assert status == 200 and found["choices"] == plain["choices"]
 
 
-@pytest.mark.parametrize("asks", [{"reasoning_effort": "low"}, {"verbosity": "low"}, {"store": True}, {"audio": {}}])
+@pytest.mark.parametrize("asks", [{"reasoning_effort": "low"}, {"verbosity": "low"}, {"audio": {}}])
 def test_what_asks_for_something_is_refused(client: Client, asks: dict[str, Any]) -> None:
     (name,) = asks
     found = error(client, 400, "/v1/chat/completions", {"messages": SAID} | asks)

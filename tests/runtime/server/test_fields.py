@@ -1,0 +1,135 @@
+"""What single fields of requests mean, over HTTP and in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from qcompile.errors import UsageError
+from qcompile.runtime.llm import LLM
+from tests.runtime.server.test_server import GREEDY, Client, events, serving, slow_steps
+from tests.support.fake import byte_tokenizer, fake_llm
+
+SAID = [{"role": "user", "content": "ab"}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """One that no server uses."""
+    with fake_llm(tokenizer=byte_tokenizer()) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with (
+        fake_llm(tokenizer=byte_tokenizer()) as served,
+        serving(served, template=lambda messages: "|".join(m["content"] for m in messages)) as opened,
+    ):
+        yield opened
+
+
+def test_samples_at_temperature_0_are_equal(client: Client, llm: LLM) -> None:
+    (alone,) = llm.generate("ab", **GREEDY)[0].outputs
+    assert [each.text for each in llm.generate("ab", n=3, **GREEDY)[0].outputs] == [alone.text] * 3
+    assert [choice["text"] for choice in client.complete("ab", n=3)["choices"]] == [alone.text] * 3
+
+
+def test_top_p_0_leaves_the_most_probable_token(client: Client, llm: LLM) -> None:
+    want = llm.generate("ab", **GREEDY)[0].outputs[0].text
+    assert client.complete("ab", top_p=0, temperature=5)["choices"][0]["text"] == want
+    assert llm.generate("ab", **GREEDY | {"temperature": 5, "top_p": 0})[0].outputs[0].text == want
+
+
+def test_seeds_below_0(llm: LLM) -> None:
+    """-1 is none, as in vLLM; the others are seeds."""
+    drawn = [
+        [llm.generate("ab", temperature=3, seed=seed, ignore_eos=True)[0].outputs[0].token_ids for _ in range(2)]
+        for seed in (-1, -2, -3)
+    ]
+    assert drawn[0][0] != drawn[0][1]
+    assert drawn[1][0] == drawn[1][1] != drawn[2][0] == drawn[2][1]
+
+
+def test_the_best_of_several_samples(client: Client, llm: LLM) -> None:
+    """Those of the highest mean log probability of a token."""
+    options = {"temperature": 3.0, "seed": 4, "max_tokens": 9, "ignore_eos": False}
+    every = llm.generate("ab", n=6, logprobs=0, **options)[0].outputs
+    mean = {each.text: sum(p[t].logprob for t, p in zip(each.token_ids, each.logprobs)) / len(each.token_ids) for each in every}  # type: ignore[arg-type]  # fmt: skip  # noqa: B905, E501
+    ordered = sorted(mean, key=lambda text: -mean[text])
+    assert len(ordered) == 6 and ordered[:2] != [each.text for each in every[:2]]
+    found = llm.generate("ab", n=2, best_of=6, **options)[0].outputs
+    assert [each.text for each in found] == ordered[:2] and [each.index for each in found] == [0, 1]
+    assert found[0].logprobs is None and found[0].cumulative_logprob is None
+    choices = client.complete("ab", n=2, best_of=6, logprobs=1, **options)["choices"]
+    assert [choice["text"] for choice in choices] == ordered[:2] and [choice["index"] for choice in choices] == [0, 1]
+    assert len(choices[0]["logprobs"]["tokens"]) > 0
+    with pytest.raises(UsageError, match="best_of 6 above n cannot be streamed"):
+        llm.stream("ab", best_of=6)
+    assert [each.finished for each in llm.stream("ab", n=2, best_of=2, **options)][-1]
+    assert "at most 264 may run and wait" in client.refused(400, {"prompt": "x", "best_of": 265})
+
+
+@pytest.mark.parametrize("absent", [{"content": None}, {}])
+def test_replies_without_content_come_back(client: Client, absent: dict[str, Any]) -> None:
+    """As an empty text: clients send a conversation back as they got it."""
+    spoken = [*SAID, {"role": "assistant", "refusal": None, **absent}, {"role": "user", "content": "c"}]
+    empty = [*SAID, {"role": "assistant", "content": ""}, {"role": "user", "content": "c"}]
+    status, found = client.ask(CHAT, {"messages": spoken} | GREEDY)
+    assert status == 200 and found["choices"] == client.ask(CHAT, {"messages": empty} | GREEDY)[1]["choices"]
+    for role in ("user", "system"):
+        said = client.refused(400, {"messages": [{"role": role, **absent}]}, CHAT)
+        assert said == "messages.0.content: Field required"
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_token_counts_in_every_message_of_a_stream(client: Client, last: bool) -> None:
+    """As guidellm asks for them."""
+    options = {"include_usage": last, "continuous_usage_stats": True}
+    body = {"prompt": ["ab", "cde"], "stream": True, "stream_options": options} | GREEDY
+    with slow_steps(client.service.llm):
+        *pieces, end = events(client.open("/v1/completions", body))
+    assert len(pieces) > 4 and all(piece["choices"] for piece in pieces)
+    counts = [piece["usage"]["completion_tokens"] for piece in [*pieces, end]]
+    assert counts == sorted(counts) and len(set(counts)) > 4 and counts[-1] == 48
+    assert end["usage"]["prompt_tokens"] == 5 and end["usage"]["total_tokens"] == 53
+    assert bool(end["choices"]) is not last
+    silent = events(client.open("/v1/completions", body | {"stream_options": {"continuous_usage_stats": False}}))
+    assert not any("usage" in piece for piece in silent)
+
+
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed", "may"),
+    [
+        ("http://localhost:3000", (), True),
+        ("https://127.0.0.1", (), True),
+        ("http://[::1]:80", (), True),
+        ("https://example.org", (), False),
+        ("https://localhost.example.org", (), False),
+        ("https://example.org", ("https://example.org",), True),
+        ("https://example.com", ("https://example.org",), False),
+        ("http://localhost:3000", ("https://example.org",), True),
+        ("https://example.com", ("*",), True),
+        ("null", (), False),
+    ],
+)
+def test_pages_that_may_use_the_server(origin: str, allowed: tuple[str, ...], may: bool) -> None:
+    """A browser asks first, without the key, and reads an answer, also an error, only by the header that says so."""
+    with fake_llm(tokenizer=byte_tokenizer()) as llm, serving(llm, api_key="key", origins=allowed) as client:
+        asked = client.open("/v1/completions", method="OPTIONS", Origin=origin, **PREFLIGHT)
+        assert (asked.status == 200) is may
+        given = asked.headers["access-control-allow-origin"]
+        assert given in (origin, "*") if may else given is None
+        assert not may or "authorization" in asked.headers["access-control-allow-headers"]
+        for key, status in (("key", 200), ("wrong", 401)):
+            body = {"prompt": "x", "max_tokens": 1}
+            answer = client.open("/v1/completions", body, Origin=origin, Authorization=f"Bearer {key}")
+            given = answer.headers["access-control-allow-origin"]
+            assert answer.status == status and (given in (origin, "*") if may else given is None)
+        assert "access-control-allow-credentials" not in answer.headers
