@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -30,6 +31,7 @@ from qcompile.runtime.prompts import CheckedPrompt, PromptReader
 from qcompile.runtime.sampling.sampling import SamplingParams, plain_number
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
+from qcompile.runtime.token_bytes import token_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +70,7 @@ class LLM:
         pool = BlockPool(total, limits.page_tokens, limits.ring_tokens, total if remember is None else remember)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, drafter)
         self._prompts = PromptReader(self.engine)
+        self._token_bytes = cache(partial(token_bytes, tokenizer)) if tokenizer else None
         self._owner: dict[int, tuple[_Run, int]] = {}  # by request id
         self._lock = threading.RLock()  # see `_exclusive`
         self._locked = self._lent = False
@@ -270,6 +273,10 @@ class LLM:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included; empty if the artifact has no tokenizer."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False) if self.tokenizer else ""
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes of a token, which may be a part of a character; None if they cannot be told."""
+        return self._token_bytes(token) if self._token_bytes else None
 
     def logits(self, token_ids: Any, chunk: int | None = None) -> torch.Tensor:
         """Float32 logits [batch, tokens, vocab] of one forward pass over token_ids [batch, tokens].

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from qcompile.errors import UsageError
-from qcompile.runtime.detokenizer import BROKEN
-from qcompile.runtime.outputs import CompletionOutput, RequestOutput
-from qcompile.runtime.sampling.logprobs import Logprob
+from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.sampling import SamplingParams
 
 MOST_LOGPROBS = 20
@@ -152,78 +149,6 @@ def usage(outputs: Collection[RequestOutput]) -> dict[str, Any]:
     completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     return counts | {"prompt_tokens_details": {"cached_tokens": sum(out.metrics.cached_tokens for out in outputs)}}
-
-
-def completion_choice(
-    index: int, sample: CompletionOutput, characters: int, tokens: int, offset: int
-) -> tuple[dict[str, Any], int]:
-    """A choice of /v1/completions after its first `characters` and `tokens`, and the offset of the next token.
-
-    offset: that of the first token here, in characters of the spellings of all tokens before it. (The text may lag
-    behind these, as the start of a possible stop text and incomplete characters are held back.)
-    """
-    columns = None
-    if sample.logprobs is not None:
-        columns = _columns(sample.token_ids[tokens:], sample.logprobs[tokens:])
-        *columns["text_offset"], offset = accumulate(map(len, columns["tokens"]), initial=offset)
-    text = sample.text[characters:]
-    return {"index": index, "text": text, "logprobs": columns, "finish_reason": sample.finish_reason}, offset
-
-
-def prompt_columns(text: str, first: str, output: RequestOutput) -> dict[str, list[Any]]:
-    """The log probabilities of an echoed prompt. Its first token is spelled `first` and has no log probability.
-
-    The last token ends where the text does: special tokens may precede the text.
-    """
-    assert output.prompt_logprobs is not None
-    rest = [each for each in output.prompt_logprobs if each is not None]
-    columns = _columns(output.prompt_token_ids[1:], rest)
-    for name, nothing in (("tokens", first), ("token_logprobs", None), ("top_logprobs", None)):
-        columns[name].insert(0, nothing)
-    start = len(text) - sum(map(len, columns["tokens"]))
-    *offsets, _ = accumulate(map(len, columns["tokens"]), initial=start)
-    return columns | {"text_offset": [max(offset, 0) for offset in offsets]}
-
-
-def _columns(tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> dict[str, list[Any]]:
-    """Tokens with their log probabilities and alternatives, in OpenAI's form, but without their offsets."""
-    chosen = list(zip(tokens, logprobs, strict=True))
-    return {
-        "tokens": [_spelled(each[token]) for token, each in chosen],
-        "token_logprobs": [each[token].logprob for token, each in chosen],
-        "top_logprobs": [_by_spelling(each.values()) for _, each in chosen],
-        "text_offset": [],
-    }
-
-
-def chat_logprobs(sample: CompletionOutput, first: int, top: int) -> dict[str, Any] | None:
-    """A chat choice's log probabilities from token `first` on, with the `top` most probable tokens at each position."""
-    if sample.logprobs is None:
-        return None
-    content = []
-    for token, each in zip(sample.token_ids[first:], sample.logprobs[first:], strict=True):
-        likeliest = sorted(each.values(), key=lambda one: one.rank)[:top]
-        content.append(_chat_token(each[token]) | {"top_logprobs": [_chat_token(one) for one in likeliest]})
-    return {"content": content}
-
-
-def _spelled(one: Logprob) -> str:
-    return one.decoded_token or ""
-
-
-def _by_spelling(logprobs: Iterable[Logprob]) -> dict[str, float]:
-    """Log probabilities by spelling. Of tokens with equal spellings (parts of characters) the first counts: the chosen
-    token, else the most probable one."""
-    spelled: dict[str, float] = {}
-    for one in logprobs:
-        spelled.setdefault(_spelled(one), one.logprob)
-    return spelled
-
-
-def _chat_token(one: Logprob) -> dict[str, Any]:
-    text = _spelled(one)
-    known = None if BROKEN in text else list(text.encode())  # the bytes of a partial character are unknown
-    return {"token": text, "logprob": one.logprob, "bytes": known}
 
 
 encode = json.JSONEncoder(ensure_ascii=False).encode

@@ -235,7 +235,8 @@ class _Handlers:
         """POST /v1/completions."""
         params = asked.params()
         prompts = asked.prompts()
-        reply = CompletionReply(self._served.name, params.n, Echo(prompts, self._llm.decode) if asked.echo else None)
+        echo = Echo(prompts, self._llm.decode) if asked.echo else None
+        reply = CompletionReply(self._served.name, params.n, self._llm.token_bytes, echo)
         return await self._answer(request, asked, prompts, params, reply)
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
@@ -245,7 +246,7 @@ class _Handlers:
         messages = [message.plain() for message in asked.messages]
         prompt = await run_in_threadpool(self._served.template, messages)
         params = asked.params()
-        reply = ChatReply(self._served.name, params.n, asked.top_logprobs or 0)
+        reply = ChatReply(self._served.name, params.n, self._llm.token_bytes, asked.top_logprobs or 0)
         return await self._answer(request, asked, [prompt], params, reply, special=False)
 
     async def _answer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
-from qcompile.runtime.server import api
+from qcompile.runtime.server.logprobs import TokenBytes, no_bytes
 from qcompile.runtime.server.replies import Reply
 
 
@@ -14,8 +14,8 @@ class ChatReply(Reply):
 
     prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, samples: int, top: int) -> None:
-        super().__init__(model, samples)
+    def __init__(self, model: str, samples: int, token_bytes: TokenBytes = no_bytes, top: int = 0) -> None:
+        super().__init__(model, samples, token_bytes)
         self._top = top
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
@@ -32,4 +32,4 @@ class ChatReply(Reply):
         return {"index": index, "delta": {"content": sample.text[characters:]}} | self._rest(sample, tokens)
 
     def _rest(self, sample: CompletionOutput, first: int) -> dict[str, Any]:
-        return {"logprobs": api.chat_logprobs(sample, first, self._top), "finish_reason": sample.finish_reason}
+        return {"logprobs": self._speller.chat(sample, first, self._top), "finish_reason": sample.finish_reason}

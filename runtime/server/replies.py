@@ -13,6 +13,7 @@ from qcompile.errors import QCompileError
 from qcompile.runtime.arguments import Prompt
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
 from qcompile.runtime.server import api
+from qcompile.runtime.server.logprobs import TextOffsets, TokenBytes, TokenSpeller, no_bytes
 
 Finished = Callable[[RequestOutput], None]
 
@@ -26,14 +27,18 @@ class OutputStream(Protocol):
 
 
 class Reply(ABC):
-    """The response to one request with `samples` samples per prompt, by a model with the name `model`."""
+    """The response to one request with `samples` samples per prompt, by a model with the name `model`.
+
+    token_bytes: the model's tokens, for log probabilities.
+    """
 
     prefix: str
     whole_object: str
     piece_object: str
 
-    def __init__(self, model: str, samples: int) -> None:
+    def __init__(self, model: str, samples: int, token_bytes: TokenBytes = no_bytes) -> None:
         self._samples = samples
+        self._speller = TokenSpeller(token_bytes)
         self._header = {
             "id": f"{self.prefix}-{random.getrandbits(128):032x}",
             "created": int(time.time()),
@@ -127,37 +132,48 @@ class CompletionReply(Reply):
 
     prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, samples: int, echo: Echo | None = None) -> None:
-        super().__init__(model, samples)
+    def __init__(self, model: str, samples: int, token_bytes: TokenBytes = no_bytes, echo: Echo | None = None) -> None:
+        super().__init__(model, samples, token_bytes)
         self._echo = echo
-        self._offsets: dict[int, int] = {}  # text offset of the next token, by choice
+        self._offsets: dict[int, TextOffsets] = {}  # of the tokens not sent yet, by choice
 
     def ready(self, output: RequestOutput) -> bool:
         return not self._echo or output.prompt_logprobs is not None or output.outputs[0].logprobs is None
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        return self._from(index, output, sample, 0, 0, None)[0]
+        prompt = self._echo.text(output) if self._echo else ""
+        choice = self._continued(index, sample, 0, 0, TextOffsets(len(prompt)))
+        return self._echoed(choice, prompt, output)
 
     def piece(
         self, index: int, output: RequestOutput, sample: CompletionOutput, characters: int, tokens: int
     ) -> dict[str, Any]:
-        place = self._offsets.get(index)
-        choice, self._offsets[index] = self._from(index, output, sample, characters, tokens, place)
-        return choice
+        if index in self._offsets:
+            return self._continued(index, sample, characters, tokens, self._offsets[index])
+        prompt = self._echo.text(output) if self._echo else ""
+        offsets = self._offsets[index] = TextOffsets(len(prompt))
+        return self._echoed(self._continued(index, sample, characters, tokens, offsets), prompt, output)
 
-    def _from(
-        self, index: int, output: RequestOutput, sample: CompletionOutput, characters: int, tokens: int, at: int | None
-    ) -> tuple[dict[str, Any], int]:
-        """A choice after its first `characters` and `tokens`, and the offset of the next token.
+    def _continued(
+        self, index: int, sample: CompletionOutput, characters: int, tokens: int, offsets: TextOffsets
+    ) -> dict[str, Any]:
+        """A choice after its first `characters` and `tokens`.
 
-        at: the offset of the first token here; None at the start of the choice.
+        Offsets are those of the tokens' own characters: the text may lag behind them, as the start of a possible stop
+        text and incomplete characters are held back.
         """
-        if at is not None or not self._echo:
-            return api.completion_choice(index, sample, characters, tokens, at or 0)
-        prompt = self._echo.text(output)
-        choice, end = api.completion_choice(index, sample, characters, tokens, len(prompt))
-        choice["text"] = prompt + choice["text"]
+        columns = None
         if sample.logprobs is not None:
-            columns = api.prompt_columns(prompt, self._echo.decode(output.prompt_token_ids[:1]), output)
+            columns = self._speller.completion(sample.token_ids[tokens:], sample.logprobs[tokens:], offsets)
+        text = sample.text[characters:]
+        return {"index": index, "text": text, "logprobs": columns, "finish_reason": sample.finish_reason}
+
+    def _echoed(self, choice: dict[str, Any], prompt: str, output: RequestOutput) -> dict[str, Any]:
+        """A choice with the prompt in front of it, if the response is to start with it."""
+        if self._echo is None:
+            return choice
+        choice["text"] = prompt + choice["text"]
+        if choice["logprobs"] is not None:
+            columns = self._speller.prompt(prompt, self._echo.decode(output.prompt_token_ids[:1]), output)
             choice["logprobs"] = {name: columns[name] + rest for name, rest in choice["logprobs"].items()}
-        return choice, end
+        return choice

@@ -179,3 +179,26 @@ def test_an_evaluation_reads_continuations(client: Client) -> None:
         assert total == pytest.approx(
             sum(place[token].logprob for place, token in zip(places, prompt[-4:], strict=True))
         )
+
+
+def test_offsets_of_tokens_that_are_parts_of_characters(client: Client) -> None:
+    """Each is that of its character; here every token is a byte."""
+    prompt = "x = 你好"
+    choice = client.complete(prompt, echo=True, logprobs=2, max_tokens=0)["choices"][0]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 4, 4, 5, 5, 5]
+    assert choice["logprobs"]["tokens"][3:6] == [" ", "bytes:\\xe4", "bytes:\\xbd"]
+    ids = client.service.llm.encode(prompt)
+    whole = client.complete([EOS, *ids], echo=True, logprobs=2, max_tokens=0)["choices"][0]
+    assert whole["text"] == "<eos>" + prompt and whole["logprobs"]["tokens"][0] == "<eos>"
+    assert whole["logprobs"]["text_offset"] == [0, 5, 6, 7, 8, 9, 9, 9, 10, 10, 10]
+    part = client.complete(ids[5:], echo=True, logprobs=2, max_tokens=0)["choices"][0]  # from within a character
+    assert part["text"] == "\ufffd\ufffd好" and part["logprobs"]["text_offset"] == [0, 1, 2, 2, 2]
+
+
+def test_alternatives_that_are_parts_of_characters_are_told_apart(client: Client) -> None:
+    bias = {str(client.service.llm.encode("你")[0]): 100}
+    told = client.complete("ab", logprobs=20, max_tokens=1, logit_bias=bias)["choices"][0]["logprobs"]
+    assert told["tokens"] == ["bytes:\\xe4"] and len(told["top_logprobs"][0]) in (20, 21)
+    body = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "logit_bias": bias, "max_tokens": 1}
+    (chosen,) = client.ask("/v1/chat/completions", body)[1]["choices"][0]["logprobs"]["content"]
+    assert chosen["bytes"] == [0xE4] and chosen["token"] == "\\xe4"

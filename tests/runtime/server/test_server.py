@@ -229,14 +229,21 @@ def test_log_probabilities(client: Client) -> None:
 
 
 def test_log_probabilities_of_parts_of_characters() -> None:
-    """Such tokens are all spelled alike, and their bytes are not those of what stands for them."""
+    """Their text is all the same; they are spelled by their bytes, if those are known."""
     places = [{7: Logprob(-0.1, 1, "\ufffd"), 8: Logprob(-0.2, 2, "é"), 9: Logprob(-3.0, 3, "\ufffd")}]
     sample = CompletionOutput(0, "", [7], -0.1, places)
     output = RequestOutput(0, None, [0], [sample], True, RequestMetrics())
     told = CompletionReply("tiny", 1).choice(0, output, sample)["logprobs"]
     assert told["top_logprobs"] == [{"\ufffd": -0.1, "é": -0.2}] and told["token_logprobs"] == [-0.1]
-    (chosen,) = ChatReply("tiny", 1, 2).choice(0, output, sample)["logprobs"]["content"]
+    (chosen,) = ChatReply("tiny", 1, top=2).choice(0, output, sample)["logprobs"]["content"]
     assert chosen["bytes"] is None and [one["bytes"] for one in chosen["top_logprobs"]] == [None, [0xC3, 0xA9]]
+    known = {7: b"\xe4\xbd", 9: b"\xa0"}.get
+    told = CompletionReply("tiny", 1, known).choice(0, output, sample)["logprobs"]
+    assert told["tokens"] == ["bytes:\\xe4\\xbd"]
+    assert told["top_logprobs"] == [{"bytes:\\xe4\\xbd": -0.1, "é": -0.2, "bytes:\\xa0": -3.0}]
+    (chosen,) = ChatReply("tiny", 1, known, 3).choice(0, output, sample)["logprobs"]["content"]
+    assert chosen["token"] == "\\xe4\\xbd" and chosen["bytes"] == [0xE4, 0xBD]
+    assert [one["token"] for one in chosen["top_logprobs"]] == ["\\xe4\\xbd", "é", "\\xa0"]
 
 
 def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
