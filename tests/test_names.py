@@ -21,6 +21,7 @@ ORDINARY = {
     "codegen": "the layer that generates code",
     "ctrl": "a key of the keyboard",
     "cvt": "an instruction of PTX, which converts",
+    "mistral": "a format of tool calls, by its usual name (runtime/parsers/formats.py)",
 }
 """Names of transformers that are words of their own: why each may appear."""
 

@@ -1,0 +1,1 @@
+"""Parsers of replies: what a model writes, as content, reasoning and tool calls, while it is written."""

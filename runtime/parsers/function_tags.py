@@ -1,0 +1,32 @@
+"""Calls as tags: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
+
+from __future__ import annotations
+
+from qcompile.runtime.parsers.call_parser import MOST_NAME
+from qcompile.runtime.parsers.incremental import MalformedError, Steps
+from qcompile.runtime.parsers.typed_call import TypedCallParser
+
+
+class FunctionTagsParser(TypedCallParser):
+    """The outer tag may be missing if the name is that of a tool."""
+
+    markers = ("<tool_call>", "<function=")
+    framed = True
+
+    def call(self, marker: str) -> Steps[None]:
+        if marker == "<tool_call>":
+            yield from self.skip_space()
+            yield from self.expect("<function=")
+        name, _ = yield from self.take_until((">",), MOST_NAME, "<\n")
+        if marker != "<tool_call>" and not self.tools.knows(name):
+            raise MalformedError
+        self.begin_object(name)
+        yield from self.skip_space()
+        while not (yield from self.skip("</function>")):
+            yield from self.expect("<parameter=")
+            key, _ = yield from self.take_until((">",), MOST_NAME, "<\n")
+            yield from self.argument(key, "</parameter>")
+            yield from self.skip_space()
+        self.say("}")
+        yield from self.skip_space()
+        yield from self.skip("</tool_call>")
