@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from qcompile.artifact.hashes import listed_file
 from qcompile.errors import ArtifactError, UsageError
+from qcompile.runtime.special_tokens import CONFIG, json_object, special_tokens
 
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from tokenizers import Tokenizer
 
 Message = dict[str, str]
 """With the keys `role` and `content`."""
@@ -41,6 +43,28 @@ def chat_template(out: Path, files: dict[str, Any]) -> Render | None:
             raise UsageError(f"the chat template does not take this conversation: {error}") from error
 
     return render
+
+
+_REPLY = "An example of a reply"
+
+
+def closing_tokens(render: Render, tokenizer: Tokenizer | None) -> list[int]:
+    """The token that a template writes after a reply, if it writes one: a model ends its replies with it.
+
+    It is found in a rendered example. Several models' configurations name only the token that ends a whole text.
+    """
+    if tokenizer is None:
+        return []
+    roles = (("user", "Hello"), ("assistant", _REPLY), ("user", "Thanks"))
+    try:
+        text = render([{"role": role, "content": content} for role, content in roles])
+    except UsageError:  # it takes other conversations only
+        return []
+    _, found, rest = text.partition(_REPLY)
+    rest = rest.lstrip()
+    added = tokenizer.get_added_tokens_decoder()
+    fitting = [token for token, each in added.items() if found and rest.startswith(each.content)]
+    return [max(fitting, key=lambda token: len(added[token].content))] if fitting else []
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -82,22 +106,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _template_source(out: Path, files: dict[str, Any]) -> tuple[str | None, dict[str, str]]:
     """The template's source, and the special tokens that it may refer to."""
-    config: dict[str, Any] = {}
-    path = out / "tokenizer_config.json"
-    content = listed_file(out, files, path.name)
-    if content is not None:
-        try:
-            config = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise ArtifactError(f"{path} is not JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise ArtifactError(f"{path} holds a JSON {type(config).__name__} where an object belongs")
-    special = {}
-    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
-        token = config.get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            special[name] = text
+    special = special_tokens(out, files)
     alone = out / "chat_template.jinja"
     content = listed_file(out, files, alone.name)
     if content is not None:
@@ -105,7 +114,7 @@ def _template_source(out: Path, files: dict[str, Any]) -> tuple[str | None, dict
             return content.decode(), special
         except UnicodeDecodeError as error:
             raise ArtifactError(f"{alone} is not text in UTF-8: {error}") from error
-    source = config.get("chat_template")
+    source = json_object(out, files, CONFIG).get("chat_template")
     if isinstance(source, list):  # several named templates
         named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
         source = named[0].get("template") if named else None

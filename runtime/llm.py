@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -254,6 +254,10 @@ class LLM:
             if request.id in self._owner:
                 run, number = self._owner[request.id]
                 run.grown.add(number)
+
+    def end_at(self, tokens: Iterable[int]) -> None:
+        """Let these tokens end a text, too. `load` does so for the tokenizer's own, and chats for their template's."""
+        self.engine.postprocessor.eos |= frozenset(tokens)
 
     def check(self, params: SamplingParams) -> None:
         """Raise UsageError for parameters that this model does not support."""

@@ -10,6 +10,7 @@ from qcompile.errors import ArtifactError
 from qcompile.runtime.devices import open_model
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import MAX_BATCH, LoadOptions
+from qcompile.runtime.special_tokens import end_tokens
 from qcompile.runtime.speculation.controller import GammaController
 from qcompile.runtime.speculation.costs import SpeculationPrior
 
@@ -61,6 +62,7 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
     llm = LLM(
         opened.executor, manifest, opened.tokenizer, options.max_batch, opened.drafter, opened.artifact, most_cached
     )
+    llm.end_at(end_tokens(Path(path), manifest["files"], opened.tokenizer))
     return _speculating(llm, options) if llm.engine.speculation.drafter else llm
 
 

@@ -71,6 +71,10 @@ class Conversation:
     def __init__(self, llm: LLM, template: Render | None) -> None:
         self._llm, self._template = llm, template
         self._messages: list[Message] = []
+        if template:
+            from qcompile.runtime.chat import closing_tokens
+
+            llm.end_at(closing_tokens(template, llm.tokenizer))
 
     def prompt(self, line: str, room: int) -> list[int]:
         """The tokens to continue after the user's `line`. The oldest messages are dropped to leave `room` tokens.

@@ -41,10 +41,10 @@ class Update:
 
 
 class Postprocessor:
-    """Changes the requests of an engine after a step. eos: the tokens that end a text."""
+    """Changes the requests of an engine after a step. eos: the tokens that end a text; more may be added."""
 
     def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, eos: Sequence[int]) -> None:
-        self._scheduler, self._eos = scheduler, frozenset(eos)
+        self._scheduler, self.eos = scheduler, frozenset(eos)
         self.spell = cache(partial(spelled, tokenizer)) if tokenizer else None
         """Gives a token's text; None if the artifact has no tokenizer."""
 
@@ -88,8 +88,8 @@ class Postprocessor:
         reason: str | None = None
         if NO_TOKEN in tokens:
             tokens, reason = tokens[: tokens.index(NO_TOKEN)], "error"
-        if not request.params.ignore_eos and not self._eos.isdisjoint(tokens):
-            tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self._eos) + 1]
+        if not request.params.ignore_eos and not self.eos.isdisjoint(tokens):
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self.eos) + 1]
             reason = "stop"
         output, sequence = request.output, request.sequence
         if not output.token_ids:
@@ -116,7 +116,7 @@ class Postprocessor:
         request, output, tokens = update.request, update.request.output, update.tokens
         if update.logprobs:
             output.add_logprobs(tokens, update.logprobs[: len(tokens)])
-        hidden = update.finish_reason == "stop" and not request.params.skip_special_tokens  # the end of text
+        hidden = update.finish_reason == "stop"  # the token that ends the text has none
         written = tokens[: len(tokens) - hidden]
         if (kept := extend_text(request, written)) < len(written):
             surplus = len(tokens) - kept

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 
 from qcompile.errors import LongPromptError, OverflowedError, QCompileError, ResourceError, UsageError, shown
 from qcompile.runtime.arguments import Prompt
-from qcompile.runtime.chat import Render
+from qcompile.runtime.chat import Render, closing_tokens
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.sampling import SamplingParams
@@ -193,6 +193,8 @@ class _Handlers:
         self._started = int(time.time())
         self.metrics = Metrics(service)
         service.cancelled = self.metrics.cancelled
+        if served.template:
+            self._llm.end_at(closing_tokens(served.template, self._llm.tokenizer))
 
     def authorize(self, request: Request) -> None:
         """Raise HTTPException if an API key is required and the request has another or none."""

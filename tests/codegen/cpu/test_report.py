@@ -116,7 +116,7 @@ def test_ends_cut_the_reports(artifact: Path, monkeypatch: pytest.MonkeyPatch) -
         llm.engine.speculation.gamma = 0
         options = SamplingParams(temperature=0.9, seed=4, logprobs=2, max_tokens=20)
         free = llm.generate([[5, 7, 5]], replace(options, ignore_eos=True))[0].outputs[0]
-        llm.engine.postprocessor._eos = frozenset([free.token_ids[11]])
+        llm.engine.postprocessor.eos = frozenset([free.token_ids[11]])
         assert free.logprobs
         word = next(one.decoded_token for one in free.logprobs[7].values())
         params = [options, replace(options, stop=word), replace(options, n=3), replace(options, max_tokens=6)]

@@ -97,7 +97,7 @@ def test_drafts_that_end_a_text_may_be_followed_by_no_number(llm: LLM, how: dict
     for gamma in (0, 5):
         llm.engine.speculation.drafter, llm.engine.speculation.gamma = Knowing(llm, prompt + text), gamma
         llm.engine.speculation.rejects = rejects
-        llm.engine.postprocessor._eos = frozenset([text[20]])
+        llm.engine.postprocessor.eos = frozenset([text[20]])
         ended = llm.generate([prompt], max_tokens=40, **how)[0].outputs[0]
         request = llm.engine.add(prompt, SamplingParams(max_tokens=40, ignore_eos=True, **how))
         while llm.engine.busy:

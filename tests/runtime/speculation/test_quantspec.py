@@ -162,7 +162,7 @@ def test_a_text_that_ended_within_a_call_is_continued(gamma: int, artifact: Call
         qcompile.load(artifact("quantspec"), threads=1, gamma=gamma) as llm,
     ):
         for each in (llm, anew):
-            each.engine.postprocessor._eos = frozenset(range(0, llm.vocab_size, 9))
+            each.engine.postprocessor.eos = frozenset(range(0, llm.vocab_size, 9))
             fix_calls(each.engine, 16)
         talk = [draw.randrange(llm.vocab_size) for _ in range(230)]
         cached = []

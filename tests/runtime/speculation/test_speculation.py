@@ -164,7 +164,7 @@ def test_ends_are_the_targets_own(artifact: Callable[[str], Path]) -> None:
         eos = [tokens[at] for tokens, at in ((plain[0][0], 5), (plain[1][0], 17))]  # type: ignore[index]
         wanted = [generate(llm, stop=stop) for stop in stops]
         short = [generate(llm, max_tokens=count) for count in range(1, 12)]
-        llm.engine.postprocessor._eos = frozenset(eos)
+        llm.engine.postprocessor.eos = frozenset(eos)
         ended = generate(llm)
         with_logprobs = generate(llm, logprobs=0)
     assert {facts[2] for facts in ended} == {"stop", "length"}
@@ -172,7 +172,7 @@ def test_ends_are_the_targets_own(artifact: Callable[[str], Path]) -> None:
         with qcompile.load(artifact("qspec"), threads=1, gamma=gamma) as llm:
             assert [generate(llm, stop=stop) for stop in stops] == wanted
             assert [generate(llm, max_tokens=count) for count in range(1, 12)] == short
-            llm.engine.postprocessor._eos = frozenset(eos)
+            llm.engine.postprocessor.eos = frozenset(eos)
             assert generate(llm) == ended
             assert generate(llm, logprobs=0) == with_logprobs
 
