@@ -285,9 +285,37 @@ MUTATIONS = (
     Mutation(
         "penalties do not note what an executor chose",
         "runtime/sampling/sampling.py",
-        "for token in tokens if self._noted else ():",
+        "for token in tokens if self._noted or self.grammar else ():",
         "for token in ():",
         "tests/runtime/sampling/test_penalties.py",
+    ),
+    Mutation(
+        "a grammar does not go back after a rejected draft",
+        "runtime/sampling/masks.py",
+        "            self._matcher.rollback(surplus)\n",
+        "",
+        "tests/runtime/sampling/test_structured.py -k goes_back",
+    ),
+    Mutation(
+        "the text of a draft after an end of text is masked",
+        "runtime/sampling/masks.py",
+        "not self._eos.isdisjoint(ahead) or ",
+        "",
+        "tests/runtime/sampling/test_structured.py -k goes_back",
+    ),
+    Mutation(
+        "the library masks the row of a draft without the drafts before it",
+        "codegen/cpu/templates/penalties.h",
+        "after < d.room ? after : d.room, mask, words",
+        "0, mask, words",
+        "tests/codegen/cpu/test_structured.py -k drafts",
+    ),
+    Mutation(
+        "the library leaves the tokens of the last word of a mask as they are",
+        "codegen/cpu/templates/penalties.h",
+        "first < n; first += 32",
+        "first + 32 < n; first += 32",
+        "tests/codegen/cpu/test_structured.py -k masks_are",
     ),
     Mutation(
         "drafts' penalties do not know the drafts before them",

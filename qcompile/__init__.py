@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     from qcompile.runtime.llm import LLM as LLM
     from qcompile.runtime.load import load as load
     from qcompile.runtime.sampling.sampling import SamplingParams as SamplingParams
+    from qcompile.runtime.sampling.structured import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "build", "load"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__", "build", "load"]
 
 _HOMES = {
     "build": "qcompile.pipeline",
     "load": "qcompile.runtime.load",
     "LLM": "qcompile.runtime.llm",
     "SamplingParams": "qcompile.runtime.sampling.sampling",
+    "StructuredOutputsParams": "qcompile.runtime.sampling.structured",
 }
 
 

@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from qcompile.errors import OverflowedError, UsageError
+from qcompile.errors import UsageError
 from qcompile.runtime.arguments import (
     EmbeddedPrompts,
     Params,
@@ -28,6 +28,7 @@ from qcompile.runtime.evaluate import Evaluation, perplexity
 from qcompile.runtime.options import MAX_BATCH
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.prompts import CheckedPrompt, PromptReader
+from qcompile.runtime.sampling.masks import GrammarState
 from qcompile.runtime.sampling.sampling import SamplingParams, plain_number
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
@@ -164,6 +165,7 @@ class LLM:
         params_of_each = params_for(len(listed), params, options)
         for one in params_of_each:
             self.check(one)
+            self.grammar(one)
         pairs = zip(listed, params_of_each, strict=True)
         return [self._prompts.read(prompt, one) for prompt, one in pairs], params_of_each
 
@@ -177,7 +179,10 @@ class LLM:
                 for number, (prompt, params) in enumerate(zip(prompts, params_of_each, strict=True)):
                     embeds = prompt.embeds
                     each = params.generated
-                    requests = [self.engine.add(prompt.tokens, each, index, embeds) for index in range(each.n)]
+                    requests = [
+                        self.engine.add(prompt.tokens, each, index, embeds, self.grammar(each))
+                        for index in range(each.n)
+                    ]
                     run.samples.append(PromptSamples(number, prompt.text, prompt.shown, requests, params))
                     self._owner.update((request.id, (run, number)) for request in requests)
             unfinished = len(run.samples)
@@ -189,7 +194,7 @@ class LLM:
                     run.grown = set()
                     for samples in grown:
                         if samples.overflowed:
-                            raise OverflowedError(f"prompt {samples.number + 1} of {len(run.samples)}: ")
+                            raise samples.failure(f"prompt {samples.number + 1} of {len(run.samples)}: ")
                     ready = [samples.output() for samples in grown if partial or samples.finished]
                 for output in ready:
                     unfinished -= output.finished
@@ -265,6 +270,13 @@ class LLM:
             raise UsageError("this artifact has no tokenizer: stop texts cannot be found in its output")
         if (worst := max(params.logit_bias or (-1,))) >= self.vocab_size:
             raise UsageError(f"logit_bias has token {worst}, outside the model's vocabulary of {self.vocab_size}")
+        if params.structure and not self.executor.masks:
+            raise UsageError("structured_outputs are not supported by this artifact's device yet: build it for a CPU")
+
+    def grammar(self, params: SamplingParams) -> GrammarState | None:
+        """The grammar of the structured outputs, at the start of a text; None without these. The first call for a
+        grammar compiles it. Raises UsageError if that is impossible."""
+        return self.engine.grammars.start(params.structure) if params.structure else None
 
     def encode(self, prompt: object, cut: bool = False, special: bool = True, alone: bool = False) -> list[int]:
         """A prompt's token numbers, checked. With `cut`, a prompt that is too long loses its start. Raises UsageError.

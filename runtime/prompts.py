@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from qcompile.errors import LongPromptError, UsageError, shown
 from qcompile.runtime.arguments import are_tokens, plain
-from qcompile.runtime.engine.engine import Engine
 from qcompile.runtime.sampling.sampling import FloatArray, SamplingParams
+from qcompile.runtime.step import StepExecutor
 from qcompile.runtime.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -35,10 +35,19 @@ class CheckedPrompt:
         return self.tokens if self.embeds is None else []
 
 
+class TakesPrompts(Protocol):
+    """What prompts are read for: an engine."""
+
+    executor: StepExecutor
+    tokenizer: Tokenizer | None
+    context: int
+    """Most tokens of prompt and output together."""
+
+
 class PromptReader:
     """Reads prompts for one engine: with its tokenizer, and within its vocabulary and context."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TakesPrompts) -> None:
         self._engine = engine
         self._vocab = engine.executor.limits.vocab
 

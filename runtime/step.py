@@ -103,6 +103,8 @@ class StepExecutor(Protocol):
     """Whether steps can sample tokens, apply biases and penalties, and report log probabilities. If so, the "argmax" of
     a sequence is the token that its Draws choose, and its reports are written."""
 
+    masks: bool
+    """Whether steps can leave out tokens that a grammar excludes (`Draws.masks`)."""
     overlaps: bool
     """Whether the host can do other work after `start`, while the step runs."""
 

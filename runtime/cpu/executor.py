@@ -16,9 +16,20 @@ from qcompile.artifact.abi import CPU_ABI
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.sampling.logprobs import alternatives_of
+from qcompile.runtime.sampling.masks import GrammarState
 from qcompile.runtime.sampling.penalties import Penalties
 from qcompile.runtime.sampling.sampling import Draws, FloatArray
 from qcompile.runtime.step import RATES, Limits, Rate, Rows, SlotCopies
+
+FILL_MASK = ctypes.CFUNCTYPE(None, ctypes.py_object, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
+"""`qc_fill_mask` of the generated library."""
+
+
+@FILL_MASK
+def _fill_mask(grammar: GrammarState, tokens: int, count: int, mask: int, words: int) -> None:
+    """Write a mask, as `qc_fill_mask` describes. If this fails, no token is left and the request ends."""
+    ahead = (ctypes.c_int32 * count).from_address(tokens)[:] if count else ()
+    grammar.fill(ahead, mask, words)
 
 
 class QcDraws(ctypes.Structure):
@@ -48,6 +59,8 @@ class QcDraws(ctypes.Structure):
         ("known_next", ctypes.c_void_p),
         ("bias_tokens", ctypes.c_void_p),
         ("bias_values", ctypes.c_void_p),
+        ("fill_mask", FILL_MASK),
+        ("grammar", ctypes.c_void_p),
     ]
 
 
@@ -72,8 +85,19 @@ def draws_array(draws: Sequence[Draws]) -> Any:
             entry.bias_tokens, entry.bias_values = draw.bias.tokens.ctypes.data, draw.bias.values.ctypes.data
             entry.biased = len(draw.bias.tokens)
     pairs = list(zip(result, draws, strict=True))
-    penalties = [_set_penalties(entry, draw.penalties) for entry, draw in pairs if draw.penalties]
-    result.owned = uniforms, draws, penalties, [_set_known(entry, draw.known) for entry, draw in pairs if draw.known]
+    result.owned = [uniforms, draws]
+    for entry, draw in pairs:
+        if draw.penalties:
+            _set_penalties(entry, draw.penalties)
+        if draw.masks:
+            # The library gets the address of a Python object, which `draws` keeps alive.
+            entry.fill_mask, entry.grammar = _fill_mask, id(draw.masks.grammar)
+        if later := draw.penalties or draw.masks:
+            recent: Any = (ctypes.c_int32 * later.room)(*later.ahead)
+            entry.recent, entry.room = ctypes.addressof(recent), later.room
+            result.owned.append(recent)
+        if draw.known:
+            result.owned.append(_set_known(entry, draw.known))
     return result
 
 
@@ -84,13 +108,11 @@ def _set_known(entry: QcDraws, tokens: Sequence[int]) -> Any:
     return known
 
 
-def _set_penalties(entry: QcDraws, given: Penalties) -> Any:
-    """Set an entry's penalties. Returns the memory that it then points to."""
-    recent: Any = (ctypes.c_int32 * given.room)(*given.ahead)
+def _set_penalties(entry: QcDraws, given: Penalties) -> None:
+    """Set an entry's penalties, but for the tokens that follow those listed."""
     entry.repetition, entry.frequency, entry.presence = given.repetition, given.frequency, given.presence
     entry.seen, entry.counts = given.tokens.ctypes.data, given.counts.ctypes.data
-    entry.recent, entry.listed, entry.room = ctypes.addressof(recent), len(given.tokens), given.room
-    return given, recent
+    entry.listed = len(given.tokens)
 
 
 def _embeds_array(sequences: Sequence[Rows], count: int) -> Any:
@@ -180,7 +202,7 @@ class Executor:
     short.
     """
 
-    draws, overlaps = True, False
+    draws, masks, overlaps = True, True, False
 
     def __init__(
         self,

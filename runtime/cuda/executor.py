@@ -37,7 +37,7 @@ class CudaExecutor:
     for recurrent states. Raises ResourceError when memory is short.
     """
 
-    threads, draws, overlaps, embed_width = 0, True, True, 0
+    threads, draws, masks, overlaps, embed_width = 0, True, False, True, 0
     copies: SlotCopies | None = None
 
     def __init__(

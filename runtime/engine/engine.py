@@ -24,6 +24,8 @@ from qcompile.runtime.engine.snapshots import Snapshots
 from qcompile.runtime.engine.speculative import Speculation
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.request import PromptReport, Request, RequestSpec, SequenceState, StreamState
+from qcompile.runtime.sampling.grammars import Grammars
+from qcompile.runtime.sampling.masks import GrammarState
 from qcompile.runtime.sampling.sampling import FloatArray, Sampler, SamplingParams
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
@@ -60,18 +62,26 @@ class Engine:
         self.speculation = Speculation(executor, self.scheduler, drafter)
         self.postprocessor = Postprocessor(self.scheduler, tokenizer, eos)
         self.runner = StepRunner(executor, self.scheduler, self.postprocessor, self.speculation)
+        self.grammars = Grammars(tokenizer, executor.limits.vocab, eos)
         self._next_id = 0
         self._pending: PendingStep | None = None
         self._unpublished: list[Update] = []
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, index: int = 0, embeds: FloatArray | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        index: int = 0,
+        embeds: FloatArray | None = None,
+        grammar: GrammarState | None = None,
     ) -> Request:
         """Queue one sample of a checked prompt. The first sample alone (`index` 0) reports the prompt.
 
-        embeds: the prompt's embeddings [tokens, width], whose tokens have no meaning then. The prompt has at least one
-        token. The context has room for one token more, unless params.max_tokens is 0.
+        embeds: the prompt's embeddings [tokens, width], whose tokens have no meaning then. grammar: that of the
+        parameters' structured outputs, at the start of a text (`grammars`). The prompt has at least one token. The
+        context has room for one token more, unless params.max_tokens is 0.
         """
+        assert (grammar is None) == (params.structure is None)
         reports_prompt = params.prompt_logprobs is not None and index == 0
         wanted = self.context if params.max_tokens is None else len(prompt) + params.max_tokens
         report = PromptReport(len(prompt), scored=0 if reports_prompt else len(prompt) - 1)
@@ -82,7 +92,7 @@ class Engine:
             spec=RequestSpec(self._next_id, len(prompt), min(wanted, self.context), params),
             sequence=SequenceState(list(prompt), embeds=embeds),
             prompt_report=report,
-            sampler=Sampler(params, index, known, self.executor.limits.vocab),
+            sampler=Sampler(params, index, known, self.executor.limits.vocab, grammar),
             output=CompletionOutput(index),
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             stream=StreamState(self._detokenizer(known, params)),

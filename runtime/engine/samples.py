@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from qcompile.errors import OverflowedError, QCompileError, UsageError
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.sampling import SamplingParams
@@ -33,8 +34,15 @@ class PromptSamples:
 
     @property
     def overflowed(self) -> bool:
-        """Whether a sample has ended because its logits are not finite."""
+        """Whether a sample has ended because its logits are not finite, or its grammar exceeds a limit."""
         return any(request.output.finish_reason == "error" for request in self.requests)
+
+    def failure(self, where: str = "") -> QCompileError:
+        """The error of a prompt that has `overflowed`; its message starts with `where`."""
+        for request in self.requests:
+            if request.sampler.grammar and (reason := request.sampler.grammar.error):
+                return UsageError(f"{where}structured_outputs became too complex at this output: {reason}")
+        return OverflowedError(where)
 
     def output(self) -> RequestOutput:
         """A copy of the current outputs; `new_text` is the text added since the last call.

@@ -1,8 +1,8 @@
 """Sampling parameters, and the exact distribution that they define.
 
-Order of the options, as in vLLM: biases, repetition penalty, frequency and presence penalty, temperature, min-p and
-top-k on the logits, then top-p on the remaining tokens, renormalized. Probabilities are float64. Each request has its
-own random generator, so its tokens do not depend on the other requests of its batch.
+Order of the options, as in vLLM: biases, repetition penalty, frequency and presence penalty, structured outputs,
+temperature, min-p and top-k on the logits, then top-p on the remaining tokens, renormalized. Probabilities are float64.
+Each request has its own random generator, so its tokens do not depend on the other requests of its batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import numpy.typing as npt
 from qcompile.errors import OverflowedError, UsageError, shown
 from qcompile.runtime.sampling.accept import Distribution, pick
 from qcompile.runtime.sampling.logprobs import MOST_REPORTED, empty_reports
+from qcompile.runtime.sampling.masks import GrammarState, Masks
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
+from qcompile.runtime.sampling.structured import StructuredOutputsParams, structured
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
@@ -40,7 +42,7 @@ _MOST_BIAS, _MOST_BIASES = 100.0, 1024
 """Largest bias, whose negative is the smallest, as in OpenAI's API; and most biases of a request."""
 
 
-_NO_NUMBERS = ("stop", "logit_bias", "ignore_eos", "skip_special_tokens")
+_NO_NUMBERS = ("stop", "logit_bias", "ignore_eos", "skip_special_tokens", "structured_outputs")
 """Fields whose values are not numbers."""
 
 
@@ -55,7 +57,9 @@ class SamplingParams:
     takes fresh entropy. logprobs: number of alternatives to report for every token. prompt_logprobs: the same for
     tokens of the prompt; then max_tokens may be 0. skip_special_tokens: whether special tokens have no text in the
     output; the token that ends it never has. best_of: number of samples to generate, of which the n with the highest
-    mean log probability of a token are returned, the best first; None is n. Numbers may be numpy's.
+    mean log probability of a token are returned, the best first; None is n.
+    structured_outputs: the language of the output, as StructuredOutputsParams or by the names of its fields. Numbers
+    may be numpy's.
     """
 
     n: int = 1
@@ -75,6 +79,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     best_of: int | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in (name for name in self.__dataclass_fields__ if name not in _NO_NUMBERS):
@@ -109,6 +114,7 @@ class SamplingParams:
         )
         self._need("prompt_logprobs", in_range, f"None or a whole number of at most {MOST_REPORTED}")
         self._check_biases()
+        self._check_structure()
         listed = self.stop is None or isinstance(self.stop, Sequence)
         texts = listed and all(isinstance(text, str) and text for text in self.stops)
         self._need("stop", texts, "one or several texts, none empty")
@@ -131,6 +137,18 @@ class SamplingParams:
                 limits = f"a number between {-_MOST_BIAS:g} and {_MOST_BIAS:g}"
                 raise UsageError(f"logit_bias of token {token} must be {limits}, not {shown(bias)}")
         object.__setattr__(self, "logit_bias", biases)
+
+    def _check_structure(self) -> None:
+        """Raise UsageError for wrong structured outputs; keeps them in one form."""
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", structured(self.structured_outputs))
+            if self.ignore_eos:
+                raise UsageError("ignore_eos is not possible with structured_outputs: the output ends where they do")
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """`structured_outputs` in one form."""
+        return None if self.structured_outputs is None else structured(self.structured_outputs)
 
     @property
     def generated(self) -> SamplingParams:
@@ -155,6 +173,7 @@ class SamplingParams:
     def argmax_only(self) -> bool:
         """Whether only the argmax of the model's logits is needed."""
         plain = self.repetition_penalty == 1 and not self.counts and not self.logit_bias
+        plain = plain and self.structured_outputs is None
         return self.temperature == 0 and self.logprobs is None and plain
 
     def needs_logits(self, draws: bool) -> bool:
@@ -192,10 +211,11 @@ class Draws(NamedTuple):
     """How an executor draws a sequence's tokens: options, and the random number for each position from `first` on.
 
     temperature: 0 is greedy. top_k: 0 is no limit. min_logit: what to add to the largest logit for min-p's limit.
-    bias, penalties: None if the logits are drawn from as they are. The tokens listed there are those up to position
-    `first`. known: tokens whose logits are those of the positions before `first`, of which nothing is drawn. reports:
-    None, or where the executor reports log probabilities (`logprobs.empty_reports`): first of the known tokens, then of
-    the token whose logits are those of position `first`, and so on. Rows of tokens that are rejected are undefined.
+    bias, penalties, masks: None if the logits are drawn from as they are. The tokens listed there are those up to
+    position `first`. known: tokens whose logits are those of the positions before `first`, of which nothing is drawn.
+    reports: None, or where the executor reports log probabilities (`logprobs.empty_reports`): first of the known
+    tokens, then of the token whose logits are those of position `first`, and so on. Rows of tokens that are rejected
+    are undefined.
     """
 
     temperature: float = 0.0
@@ -209,11 +229,12 @@ class Draws(NamedTuple):
     bias: Bias | None = None
     known: Sequence[int] = ()
     reports: DoubleArray | None = None
+    masks: Masks | None = None
 
     @property
     def plain(self) -> bool:
         """Whether only the argmax of the logits is wanted."""
-        return not (self.temperature or self.penalties or self.bias) and self.reports is None
+        return not (self.temperature or self.penalties or self.bias or self.masks) and self.reports is None
 
     @property
     def unreported(self) -> Draws:
@@ -267,11 +288,19 @@ def _min_logit(params: SamplingParams) -> float:
 class Sampler:
     """Draws the tokens of one request, with its parameters, its random generator, and the tokens seen so far.
 
-    `index` numbers the samples of a prompt (n > 1): each has its own random stream from the same seed.
+    `index` numbers the samples of a prompt (n > 1): each has its own random stream from the same seed. `grammar`
+    follows the output if the parameters have structured outputs.
     """
 
-    def __init__(self, params: SamplingParams, index: int, prompt: Sequence[int], vocab: int) -> None:
-        self.params, self._vocab, self._index = params, vocab, index
+    def __init__(
+        self,
+        params: SamplingParams,
+        index: int,
+        prompt: Sequence[int],
+        vocab: int,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self.params, self._vocab, self._index, self.grammar = params, vocab, index, grammar
         self._ahead: deque[float] = deque()  # random numbers that `guess` or `draws` gave and `uniform` will return
         self._noted: Occurrences | None = None
         """The tokens that penalties are for: of the prompt only if its repetition counts."""
@@ -326,7 +355,7 @@ class Sampler:
     @property
     def foresees(self) -> bool:
         """Whether `draws` can be asked for tokens before those before them are known."""
-        return self._noted is None and self.params.logprobs is None
+        return self._noted is None and self.params.logprobs is None and self.grammar is None
 
     def draws(
         self, first: int, count: int, ahead: Sequence[int] = (), known: Sequence[int] = (), skipped: int = 0
@@ -344,15 +373,15 @@ class Sampler:
         if self._noted:
             options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
             penalties = Penalties(*options, *self._noted.listed(), count, ahead)
+        masks = Masks(self.grammar, count, ahead) if self.grammar else None
         if params.temperature == 0:
-            changes = GREEDY._replace(penalties=penalties, bias=self._bias)
+            changes = GREEDY._replace(penalties=penalties, bias=self._bias, masks=masks)
             return changes._replace(first=first, known=known, reports=reports)
         self._look_ahead(skipped + count)
         top_k = params.top_k if 0 < params.top_k < self._vocab else 0
         drawn = (params.temperature, params.top_p, _min_logit(params), top_k)
-        return Draws(
-            *drawn, first, list(islice(self._ahead, skipped, skipped + count)), penalties, self._bias, known, reports
-        )
+        uniforms = list(islice(self._ahead, skipped, skipped + count))
+        return Draws(*drawn, first, uniforms, penalties, self._bias, known, reports, masks)
 
     def _new_reports(self, known: int, chosen: int) -> DoubleArray | None:
         """Room for the reports of so many known tokens, and of so many chosen ones if they are to be reported."""
@@ -380,7 +409,7 @@ class Sampler:
         if self.params.temperature:
             for _ in tokens:
                 self._ahead.popleft()
-        for token in tokens if self._noted else ():
+        for token in tokens if self._noted or self.grammar else ():
             self.note(token)
 
     def take_reports(self) -> DoubleArray | None:
@@ -407,12 +436,15 @@ class Sampler:
         """Note that the token was appended to the output."""
         if self._noted:
             self._noted.note(token)
+        if self.grammar:
+            self.grammar.note(token)
 
     def _penalized(self, logits: FloatArray, ahead: Sequence[int] = ()) -> FloatArray:
+        """Logits [vocab] after the tokens `ahead`, with biases, penalties and the grammar's mask."""
         if self._bias:
             logits = self._bias.added(logits)
-        if not self._noted:
-            return logits
-        params = self.params
-        options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        return penalize(logits, *self._noted.listed(ahead), *options)
+        if self._noted:
+            params = self.params
+            options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+            logits = penalize(logits, *self._noted.listed(ahead), *options)
+        return self.grammar.masked(logits, ahead) if self.grammar else logits

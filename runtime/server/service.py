@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from qcompile.errors import OverflowedError, QCompileError, ResourceError, UsageError
+from qcompile.errors import QCompileError, ResourceError, UsageError
 from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
@@ -185,10 +185,10 @@ class Service:
         _wake(job for job, _ in due)
 
     def _publish(self, job: Job, samples: PromptSamples) -> None:
-        """Hand the output of a prompt to its job, or end the job if the prompt's logits are not finite."""
+        """Hand the output of a prompt to its job, or end the job if the prompt has no next token."""
         if samples.overflowed:
             self._cancel(job)
-            job.error = OverflowedError()
+            job.error = samples.failure()
             return
         if samples.finished:
             self._forget(samples)

@@ -23,6 +23,7 @@ from qcompile.runtime.cpu.executor import Executor, QcDraws
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.sampling.accept import pick
+from qcompile.runtime.sampling.masks import mask_words
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, penalize
 from qcompile.runtime.sampling.sampling import Draws, FloatArray, SamplingParams, distribution
 from qcompile.runtime.step import Limits, Rows
@@ -163,8 +164,16 @@ def chosen(draws: QcDraws, logits: np.ndarray, position: int) -> int:
     if draws.biased:
         values = np.ctypeslib.as_array((ctypes.c_float * draws.biased).from_address(draws.bias_values))
         logits = Bias(ints(draws.bias_tokens, draws.biased), values).added(logits)
-    if draws.room:
+    if draws.repetition:
         logits = penalized(draws, logits, position)
+    if draws.fill_mask:
+        mask = np.zeros(mask_words(VOCAB), np.uint32)
+        grammar = ctypes.cast(draws.grammar, ctypes.py_object)
+        draws.fill_mask(grammar, draws.recent, position - draws.first, mask.ctypes.data, len(mask))
+        allowed = np.unpackbits(mask.view(np.uint8), count=VOCAB, bitorder="little")
+        logits = np.where(allowed, logits, np.float32(-np.inf))
+        if not allowed.any():
+            return -1
     if draws.temperature == 0:
         return int(logits.argmax())
     assert draws.min_logit == -np.inf  # its min-p cannot be told from it

@@ -35,6 +35,12 @@ int harness_penalize(float* x, int n, const qc_draws* draws, int position) {
   return zeros ? Sampler(n, nullptr).best(x) : -2;
 }
 
+// Applies a mask to x [n]. Returns the largest's index.
+int harness_mask(float* x, int n, const uint32_t* mask) {
+  apply_mask(x, n, mask);
+  return Sampler(n, nullptr).best(x);
+}
+
 // Writes the report of `token`, chosen from x [n], for the first position. Returns 1 if there is no memory.
 int harness_report(const float* x, int n, int token, const qc_draws* draws) {
   void* memory = nullptr;

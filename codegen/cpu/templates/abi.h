@@ -1,8 +1,12 @@
-// abi.h: the C interface of a generated library (version 7). Integers are int32 unless stated otherwise.
+// abi.h: the C interface of a generated library (version 9). Integers are int32 unless stated otherwise.
 #pragma once
 #include <stdint.h>
 
 #define QC_API extern "C" __attribute__((visibility("default")))
+
+// Writes which tokens may follow a text and `count` more tokens: token t may if bit t % 32 of mask[t / 32] is 1. The
+// words are zeros before. It is called while the library runs no other thread.
+typedef void (*qc_fill_mask)(void* grammar, const int32_t* tokens, int32_t count, uint32_t* mask, int32_t words);
 
 typedef struct {               // how the tokens of a sequence are drawn
   double temperature;          // 0: the argmax
@@ -13,12 +17,12 @@ typedef struct {               // how the tokens of a sequence are drawn
   int32_t first;
   int32_t count;               // at least 1 unless the temperature is 0
   int32_t listed;
-  int32_t room;                // 0: no penalties
+  int32_t room;                // of `recent`; 0: neither penalties nor masks
   int32_t reported;            // positions from `first` on whose tokens' log probabilities are wanted; may be 0
   int32_t alternatives;        // 0 .. vocabulary
   int32_t known;               // positions before `first` whose next tokens' log probabilities are wanted; may be 0
   int32_t biased;              // 0: no biases
-  double repetition;           // divides positive logits of the tokens so far, and multiplies the others
+  double repetition;           // divides positive logits of the tokens so far, and multiplies the others; 0: no penalties
   double frequency;            // subtracted for each time that a token was generated
   double presence;             // subtracted if it was generated
   const int32_t* seen;         // [listed] the distinct tokens that penalties are for, those up to position `first`
@@ -28,6 +32,8 @@ typedef struct {               // how the tokens of a sequence are drawn
   const int32_t* known_next;   // [known] these next tokens; rows of these positions choose nothing
   const int32_t* bias_tokens;  // [biased] distinct
   const float* bias_values;    // [biased] added to these tokens' logits, before penalties
+  qc_fill_mask fill_mask;      // null: all tokens may be drawn; else of those from position `first` on, which it says
+  void* grammar;               // for fill_mask
 } qc_draws;
 
 typedef struct {               // one batch of rows for a step

@@ -32,6 +32,7 @@ static size_t carve(Model& m, char* base) {
   m.draws = take(threads * Sampler::bytes(kVocab));
   m.times = (int32_t*)take(threads * kVocab * sizeof(int32_t));
   m.plain = (float*)take(threads * kVocab * sizeof(float));
+  m.masks = (uint32_t*)take(outputs * mask_words(kVocab) * sizeof(uint32_t));
   m.feedback = (int32_t*)take(3 * tokens * sizeof(int32_t));
   return at;
 }
@@ -104,6 +105,7 @@ static bool valid_draws(const qc_draws& d) {
   for (int i = 0; i < d.known; ++i)
     if (d.known_next[i] < 0 || d.known_next[i] >= kVocab) return false;
   if (d.biased > 0 && (!d.bias_tokens || !d.bias_values)) return false;
+  if (d.fill_mask && (d.room < 1 || !d.recent)) return false;
   return d.room < 1 || (d.recent && d.listed >= 0 && (d.listed == 0 || (d.seen && d.counts)));
 }
 
@@ -142,8 +144,8 @@ static bool valid(const Model& m, const qc_batch* batch, int steps) {
   return valid_states(m, b);
 }
 
-// For this thread's share of the rows: replaces the argmax by the token that biases, penalties or a temperature choose,
-// and reports its log probability, or that of the known next token.
+// For this thread's share of the rows: replaces the argmax by the token that biases, penalties, a mask or a temperature
+// choose, and reports its log probability, or that of the known next token.
 static void choose_rows(void* model, int tid) {
   Model& m = *(Model*)model;
   const qc_batch& b = m.batch;
@@ -165,6 +167,7 @@ static void choose_rows(void* model, int tid) {
     if ((d.room > 0 || d.biased > 0) && b.argmax[r] >= 0) {
       if (reported) plain = (float*)memcpy(m.plain + (int64_t)tid * kVocab, x, kVocab * sizeof(float));
       penalize(x, kVocab, d, b.positions[row], m.times + (int64_t)tid * kVocab);
+      if (d.fill_mask && place >= 0) apply_mask(x, kVocab, m.masks + (int64_t)r * mask_words(kVocab));
       b.argmax[r] = sampler.best(x);
     }
     if (d.temperature > 0 && b.argmax[r] >= 0) {
@@ -172,6 +175,16 @@ static void choose_rows(void* model, int tid) {
       b.argmax[r] = sampler.draw(x, b.argmax[r], d, d.uniforms[at]);
     }
     if (reported && b.argmax[r] >= 0) report(sampler, plain, b.argmax[r], d, place + d.known);
+  }
+}
+
+// Asks for the masks of the rows that have one.
+static void fill_masks(const Model& m, const qc_batch& b) {
+  for (int r = 0, s = 0; r < b.outputs; ++r) {
+    const int row = b.output_rows[r], words = mask_words(kVocab);
+    if (row < b.query_start[s]) s = 0;
+    while (row >= b.query_start[s + 1]) ++s;
+    fill_mask(b.draws[s], b.positions[row], m.masks + (int64_t)r * words, words);
   }
 }
 
@@ -183,7 +196,7 @@ static void run_batch(Model& m, const qc_batch& b) {
     chosen |= d.temperature > 0 || d.room > 0 || d.biased > 0 || d.reported > 0 || d.known > 0;
   }
   if (chosen && !b.logits) m.batch.logits = m.logits;
-  if (chosen) keep_recent(b);
+  if (chosen) keep_recent(b), fill_masks(m, b);
   memset(m.next_task, 0, sizeof m.next_task);
   m.team->run(run_step, &m);
   for (int r = 0; b.argmax && r < b.outputs; ++r) {

@@ -30,6 +30,7 @@ struct Model {
   char* draws;                     // [threads][Sampler::bytes(vocab)]
   int32_t* times;                  // [threads][vocab] zeros, for penalties
   float* plain;                    // [threads][vocab] logits before penalties, for reports
+  uint32_t* masks;                 // [outputs][mask_words(vocab)] of the running step's rows that have one
   int32_t* feedback;               // token ids, positions and rows of qc_decode, [3][capacity]
   uint32_t next_task[kCalls];      // next attention task to assign, by call
   bool profiling;

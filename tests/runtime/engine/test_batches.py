@@ -30,7 +30,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) ->
 
 def requests(draw: random.Random, vocab: int) -> list[Work]:
     """Two dozen requests: greedy and drawn, short and long, some with log probabilities, also of the prompt, some with
-    penalties or biases, some that repeat."""
+    penalties or biases or a grammar, some that repeat."""
     work: list[Work] = []
     for index in range(24):
         length = draw.choice((1, 2, 7, 30, 63, 64, 65, 100))
@@ -51,6 +51,8 @@ def requests(draw: random.Random, vocab: int) -> list[Work]:
         if index % 5 == 3:
             options["prompt_logprobs"] = index % 4
             options["max_tokens"] *= index % 2
+        if index % 6 == 5:
+            options |= {"structured_outputs": {"regex": f"[a-z_ ]{{{index % 4},9}}\\.?"}, "ignore_eos": False}
         work.append((prompt, SamplingParams(**options)))
     return work
 

@@ -1,0 +1,117 @@
+"""Grammars of structured output, compiled by llguidance for a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from qcompile.errors import ResourceError, UsageError, shown
+from qcompile.runtime.detokenizer import BROKEN, spelled
+from qcompile.runtime.sampling.masks import GrammarState, first_line
+from qcompile.runtime.sampling.structured import Source, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_MOST_KEPT = 256
+"""Most compiled grammars that are kept."""
+_MOST_SECONDS = 10.0
+"""Longest time that a caller waits for a grammar. The limits below end the compilation itself much sooner."""
+_LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
+"""Limits of llguidance that are not its default: memory of a lexer (2 kB a state), and messages of one line."""
+_SPACES = r"[\x20\x0A\x0D\x09]{1,40}"
+"""White space between parts of JSON. Without an end to it, models write spaces until max_tokens."""
+_TOKENS_COMPARED = 512
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps them. Several threads may use it.
+
+    vocab: size of the model's vocabulary. eos: the tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]) -> None:
+        self._tokenizer, self._vocab, self._eos = tokenizer, vocab, frozenset(eos)
+        self._kept: OrderedDict[Source, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._guide: Any = None
+        self._worker = ThreadPoolExecutor(1, "qcompile-grammars")
+
+    def start(self, asked: StructuredOutputsParams) -> GrammarState:
+        """A grammar at the start of a text. Raises UsageError if it cannot be compiled."""
+        source = asked.source
+        with self._lock:
+            if (matcher := self._kept.get(source)) is not None:
+                self._kept.move_to_end(source)
+        if matcher is None:
+            matcher = self._compiled(source)
+        return GrammarState(matcher.deep_copy(), self._eos)
+
+    def _compiled(self, source: Source) -> Any:
+        with self._lock:
+            if self._guide is None:
+                self._guide = self._new_guide()
+        work = self._worker.submit(_matcher, self._guide, source)
+        try:
+            matcher = work.result(_MOST_SECONDS)
+        except TimeoutError:
+            raise UsageError(f"structured_outputs.{source.kind} takes too long to compile: simplify it") from None
+        if matcher.is_error():
+            raise UsageError(f"structured_outputs.{source.kind} cannot be compiled: {first_line(matcher.get_error())}")
+        with self._lock:
+            self._kept[source] = matcher
+            while len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return matcher
+
+    def _new_guide(self) -> Any:
+        """llguidance's tokenizer. Raises UsageError if there is none that decodes as the model's own."""
+        if self._tokenizer is None:
+            raise UsageError("this artifact has no tokenizer: structured_outputs need one")
+        if not self._eos:
+            raise UsageError("this artifact has no token that ends a text: structured_outputs need one")
+        try:
+            import llguidance
+        except ImportError:
+            raise ResourceError("structured_outputs need llguidance: pip install 'qcompile[serve]'") from None
+        try:
+            guide = llguidance.LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab, eos_token=sorted(self._eos))
+        except Exception as error:  # llguidance raises plain exceptions for tokenizers of other kinds
+            reason = first_line(str(error))
+            raise UsageError(f"structured_outputs are not supported with this tokenizer: {reason}") from None
+        self._check_spelling(guide)
+        return guide
+
+    def _check_spelling(self, guide: Any) -> None:
+        """Raise UsageError unless tokens have the text in grammars that they have in outputs."""
+        assert self._tokenizer is not None
+        count = min(self._vocab, self._tokenizer.get_vocab_size())
+        for token in range(0, count, max(1, count // _TOKENS_COMPARED)):
+            text = "" if guide.is_special_token(token) else spelled(self._tokenizer, token)
+            if text and BROKEN not in text and guide.decode_bytes([token]) != text.encode():
+                other = guide.decode_bytes([token])
+                raise UsageError(
+                    f"structured_outputs are not supported with this tokenizer: token {token} is {shown(text)}, and"
+                    f" {shown(other)} for grammars"
+                )
+
+
+def _matcher(guide: Any, source: Source) -> Any:
+    """llguidance's matcher of a grammar; it has an error if the grammar cannot be compiled."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    if source.kind == "json":
+        spaces: Any = {"whitespace_flexible": False} if source.compact else {"whitespace_pattern": _SPACES}
+        grammar = LLMatcher.grammar_from_json_schema(source.text, overrides=spaces)
+    elif source.kind == "regex":
+        grammar = LLMatcher.grammar_from_regex(source.text)
+    elif source.kind == "choice":
+        texts = json.loads(source.text)
+        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in texts))
+    else:
+        grammar = LLMatcher.grammar_from_lark(source.text)
+    return LLMatcher(guide, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))

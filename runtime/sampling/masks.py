@@ -1,0 +1,96 @@
+"""Masks: which tokens may follow a text that a grammar describes. runtime/sampling/grammars.py compiles grammars."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+MASK_BITS = 32
+"""Tokens of a word of a mask: token t is bit t % 32 of word t // 32."""
+
+
+def mask_words(vocab: int) -> int:
+    """Words of a mask of `vocab` tokens."""
+    return -(-vocab // MASK_BITS)
+
+
+class Masks(NamedTuple):
+    """How an executor learns which tokens may follow: it asks `grammar` with the tokens after a position.
+
+    room: how many tokens may follow that position in a call of the executor, at least 1. ahead: those known already.
+    """
+
+    grammar: GrammarState
+    room: int
+    ahead: Sequence[int] = ()
+
+
+class GrammarState:
+    """Follows a grammar along one text: the tokens that were noted, and for a while those that may come after them.
+
+    matcher: llguidance's, at the start of a text. eos: the tokens that end a text.
+    """
+
+    def __init__(self, matcher: Any, eos: frozenset[int]) -> None:
+        self._matcher, self._eos = matcher, eos
+        self._ahead: list[int] = []  # tokens that the matcher has taken after those noted
+        self._ended = self._failed = False
+
+    def note(self, token: int) -> None:
+        """Note a token that was appended to the text."""
+        if self._ended or self._failed:
+            return
+        self._ended = token in self._eos
+        if not self._ended:
+            self._failed = token < 0 or not self._advance([token])
+            del self._ahead[:1]
+
+    def fill(self, ahead: Sequence[int], address: int, words: int) -> None:
+        """Write the mask of the tokens that may follow the text and `ahead`: uint32 [words] at an address.
+
+        All tokens may follow an end of text, and a draft that the grammar excludes: what follows these is discarded.
+        None may follow where the grammar exceeds a limit of llguidance.
+        """
+        if self._failed:
+            ctypes.memset(address, 0, 4 * words)
+            return
+        if self._ended or not self._eos.isdisjoint(ahead) or self._advance(ahead) < len(ahead):
+            ctypes.memset(address, 255, 4 * words)
+            return
+        self._matcher.unsafe_compute_mask_ptr(address, 4 * words)
+        if self._matcher.is_error():
+            ctypes.memset(address, 0, 4 * words)
+
+    def masked(self, logits: npt.NDArray[np.float32], ahead: Sequence[int] = ()) -> npt.NDArray[np.float32]:
+        """Logits [vocab] after the text and `ahead`; -inf for tokens that may not follow."""
+        mask = np.zeros(mask_words(len(logits)), np.uint32)
+        self.fill(ahead, mask.ctypes.data, len(mask))
+        allowed = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    @property
+    def error(self) -> str:
+        """Why no token may follow, if the grammar has exceeded a limit; else empty."""
+        return first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def _advance(self, ahead: Sequence[int]) -> int:
+        """Have the matcher take these tokens after those noted. Returns how many the grammar allows."""
+        shared = 0
+        while shared < min(len(ahead), len(self._ahead)) and ahead[shared] == self._ahead[shared]:
+            shared += 1
+        if surplus := len(self._ahead) - shared:
+            self._matcher.rollback(surplus)
+            del self._ahead[shared:]
+        if new := list(ahead[shared:]):
+            self._ahead += new[: self._matcher.try_consume_tokens(new)]
+        return len(self._ahead)
+
+
+def first_line(message: str) -> str:
+    """The first line of a message that says something, shortened."""
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
+    return line if len(line) <= 300 else f"{line[:300]}..."

@@ -1,0 +1,261 @@
+"""Structured outputs: grammars along texts, in all ways in which tokens are chosen, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qcompile.errors import UsageError
+from qcompile.runtime.llm import LLM
+from qcompile.runtime.sampling import grammars
+from qcompile.runtime.sampling.grammars import Grammars
+from qcompile.runtime.sampling.masks import GrammarState, mask_words
+from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.structured import StructuredOutputsParams
+from qcompile.runtime.speculation.stages import DraftStage, Speculator
+from tests.support.fake import EOS, VOCAB, byte_tokenizer, fake_llm
+
+WORDS = mask_words(VOCAB)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "size": {"type": "integer", "maximum": 99}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+ASKED: list[dict[str, Any]] = [
+    {"json": SCHEMA, "disable_any_whitespace": True},
+    {"json": json.dumps({"type": "array", "items": {"enum": ["a", "é", None]}, "maxItems": 4})},
+    {"regex": r"[a-c]{3,9}-[0-9]{2,4}"},
+    {"choice": ["yes", "no", 'maybe "so", é']},
+    {"grammar": 'start: "(" start ")" | /[xyz]{1,5}/'},
+    {"json": {"anyOf": [{"type": "boolean"}, {"const": [1, "b"]}]}},
+    {"json": "true"},
+]
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "top_k": 20, "seed": 1},
+    {"temperature": 2.0, "top_p": 0.9, "seed": 2},
+    {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.3, "logit_bias": {65: 2}},
+    {"temperature": 0, "repetition_penalty": 1.2, "logprobs": 2},
+    {"temperature": 1.5, "seed": 4, "logprobs": 21},
+]
+
+
+def valid(asked: dict[str, Any], text: str) -> bool:
+    """Whether a text is what was asked for, by Python's own means."""
+    if "choice" in asked:
+        return text in asked["choice"]
+    if "regex" in asked:
+        return re.fullmatch(asked["regex"], text) is not None
+    if "grammar" in asked:
+        return re.fullmatch(r"(\(*)[xyz]{1,5}(\)*)", text) is not None and text.count("(") == text.count(")")
+    value = json.loads(text)
+    if asked["json"] == "true":
+        return True
+    if isinstance(value, dict):
+        return set(value) == {"name", "size"} and len(value["name"]) <= 5 and value["size"] <= 99
+    return isinstance(value, bool) or value == [1, "b"] or (isinstance(value, list) and {*value} <= {"a", "é", None})
+
+
+def given(params: SamplingParams) -> dict[str, Any]:
+    """What a request of `requests` asks for."""
+    assert params.structure
+    return {name: value for name, value in vars(params.structure).items() if value is not None}
+
+
+def requests() -> list[SamplingParams]:
+    options = {"max_tokens": 48}
+    return [SamplingParams(**options, **one, structured_outputs=asked) for asked in ASKED for one in SAMPLED]
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with fake_llm(max_batch=64, pages=256, tokenizer=byte_tokenizer()) as model:
+        yield model
+
+
+def ran(llm: LLM, params: list[SamplingParams]) -> list[tuple[Any, ...]]:
+    outputs = [output.outputs[0] for output in llm.generate([[3, 4, 3]] * len(params), params)]
+    return [(output.token_ids, output.text, output.finish_reason, output.logprobs) for output in outputs]
+
+
+@pytest.mark.usefixtures("executors")
+def test_finished_outputs_are_what_was_asked_for(llm: LLM) -> None:
+    """Among requests without a grammar, whose tokens stay as they are."""
+    free = [SamplingParams(max_tokens=9, temperature=0), SamplingParams(max_tokens=9, seed=8)]
+    alone = ran(llm, free)
+    asked, found = requests(), ran(llm, requests() + free)
+    ended = [text for params, (_, text, reason, _) in zip(asked, found, strict=False) if reason == "stop"]
+    assert len(ended) > 30
+    for params, (tokens, text, reason, _) in zip(asked, found, strict=False):
+        assert reason in ("stop", "length") and (reason == "stop") == (tokens[-1] == EOS)
+        if reason == "stop":
+            assert valid(given(params), text), text
+    assert found[-2:] == alone
+
+
+@pytest.mark.usefixtures("executors")
+def test_python_and_the_executor_choose_the_same(llm: LLM) -> None:
+    found = ran(llm, requests())
+    llm.executor.draws = llm.engine.scheduler.draws = False
+    assert ran(llm, requests()) == found
+
+
+def test_drafts_are_masked_and_change_nothing(llm: LLM) -> None:
+    """Of a model that drafts for itself all drafts are accepted: each is masked after the drafts before it."""
+    params = [one for one in requests() if one.temperature]
+    plain = ran(llm, params)
+    llm.engine.speculation.drafter = Speculator(llm.executor, [DraftStage(llm.executor, 4, shares_cache=True)])
+    llm.engine.speculation.gamma = 4
+    assert ran(llm, params) == plain
+    [output] = llm.generate([[3, 4, 3]], params[2])
+    assert output.speculation and output.speculation.drafted[3] > 0
+    llm.engine.speculation.rejects = True
+    for one, (_, text, reason, _) in zip(params, ran(llm, params), strict=True):
+        assert reason == "length" or valid(given(one), text)
+
+
+def mask_of(state: GrammarState, ahead: list[int]) -> list[int]:
+    mask = np.zeros(WORDS, np.uint32)
+    state.fill(ahead, mask.ctypes.data, WORDS)
+    return mask.tolist()
+
+
+def test_a_state_goes_back_after_drafts() -> None:
+    """Random tokens ahead, allowed or not, and random notes: each mask is that of a new state that noted the text."""
+    random = np.random.default_rng(0)
+    made = Grammars(byte_tokenizer(), VOCAB, [EOS])
+    asked = StructuredOutputsParams(json=SCHEMA)
+    text: list[int] = []
+    state, seen = made.start(asked), set()
+    for _ in range(300):
+        ahead: list[int] = []
+        fresh = made.start(asked)
+        for token in text:
+            fresh.note(token)
+        for _ in range(int(random.integers(0, 5))):
+            mask = mask_of(fresh, [])
+            allowed = [t for t in range(VOCAB) if mask[t // 32] >> (t % 32) & 1]
+            token = int(random.choice(allowed)) if random.random() < 0.9 else int(random.integers(1, VOCAB - 3))
+            ahead.append(token)
+            if token not in allowed or token == EOS:
+                break
+            fresh.note(token)
+        got = mask_of(state, ahead)
+        excluded = bool(ahead) and (ahead[-1] not in allowed or ahead[-1] == EOS)
+        assert got == ([2**32 - 1] * WORDS if excluded else mask_of(fresh, []))
+        seen.add(excluded)
+        kept = ahead[: int(random.integers(0, len(ahead) + 1))]
+        if len(kept) == len(ahead) and excluded:
+            kept = kept[:-1]
+        for token in kept:
+            state.note(token)
+        text = text + kept if len(text) < 40 else []
+        state = state if text else made.start(asked)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_grammar_beyond_limits_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch, draws: bool) -> None:
+    llm.executor.draws = llm.engine.scheduler.draws = draws
+    monkeypatch.setattr(grammars, "_LIMITS", {"max_lexer_states": 20, "verbose_errors": False})
+    hard = SamplingParams(max_tokens=60, temperature=0, structured_outputs={"regex": "[ab]{30}"})
+    message = "prompt 1 of 1: structured_outputs became too complex at this output: "
+    with pytest.raises(UsageError, match=message) as error:
+        llm.generate([[5]], hard)
+    assert "\n" not in str(error.value)
+    monkeypatch.undo()
+    assert ran(llm, requests()[3:4])[0][2] == "stop"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "must have one of json, regex, choice, grammar, json_object, not none"),
+    ({"json_object": False}, "not none"),
+    ({"json": {}, "regex": "a"}, "not both json and regex"),
+    ({"json": "{"}, "json is not JSON: "),
+    ({"json": "3"}, "must be a JSON schema: an object"),
+    ({"json": {"a": object()}}, "json is not JSON: "),
+    ({"json": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "nested deeper than 128 levels"),
+    ({"json": {"const": "a" * (10 << 20)}}, "bytes, of at most 262,144"),
+    ({"json": {"not": {"type": "string"}}}, 'cannot be compiled: Unimplemented keys: ["not"]'),
+    ({"json": {"type": "foo"}}, "cannot be compiled: Invalid type: foo"),
+    ({"json": False}, "json is false: no output can satisfy it"),
+    ({"json": {"$ref": "https://example.com/schema"}}, "cannot be compiled: "),
+    (
+        {
+            "json": {
+                "allOf": [
+                    {"anyOf": [{"properties": {f"{i}_{j}": {"type": "null"}}} for j in range(10)]} for i in range(8)
+                ]
+            }
+        },
+        "cannot be compiled: ",
+    ),
+    ({"regex": "(("}, "regex cannot be compiled: "),
+    ({"regex": "(" * 100_000 + "a" + ")" * 100_000}, "regex cannot be compiled: "),
+    ({"regex": "(?=a)b"}, "cannot be compiled: "),
+    ({"regex": ""}, "regex must be a text with at least one character"),
+    ({"grammar": "start: other"}, "grammar cannot be compiled: "),
+    ({"grammar": "start: " + "(" * 100_000 + '"a"' + ")" * 100_000}, "grammar cannot be compiled: "),
+    ({"grammar": 7}, "grammar must be a text"),
+    ({"choice": []}, "choice must be a list of texts"),
+    ({"choice": "yes"}, "choice must be a list of texts"),
+    ({"choice": ["a", 3]}, "choice must be a list of texts"),
+    ({"choice": ["\ud800"]}, "choice is not valid Unicode at character "),
+    ({"json_object": 1}, "json_object must be True"),
+    ({"lark": "a"}, "has no field 'lark'"),
+]
+
+
+def test_what_cannot_be_compiled_is_refused_soon(llm: LLM) -> None:
+    llm.generate([[5]], SamplingParams(max_tokens=1, structured_outputs={"json_object": True}))
+    for asked, message in REFUSED:
+        started = time.process_time()
+        with pytest.raises(UsageError) as error:
+            llm.generate([[5]], SamplingParams(structured_outputs=asked))
+        assert message in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
+        assert time.process_time() - started < 1
+    with pytest.raises(UsageError, match="must be StructuredOutputsParams or its fields, not 'json'"):
+        SamplingParams(structured_outputs="json")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="ignore_eos is not possible with structured_outputs"):
+        SamplingParams(structured_outputs={"regex": "a"}, ignore_eos=True)
+
+
+def test_models_that_cannot_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(structured_outputs={"regex": "a"})
+    with fake_llm() as nameless, pytest.raises(UsageError, match="this artifact has no tokenizer"):
+        nameless.generate([[5]], params)
+    with pytest.raises(UsageError, match="no token that ends a text"):
+        Grammars(byte_tokenizer(), VOCAB, []).start(StructuredOutputsParams(regex="a"))
+    monkeypatch.setattr(grammars, "spelled", lambda tokenizer, token: "other")
+    with pytest.raises(
+        UsageError, match="not supported with this tokenizer: token 1 is 'other', and b'!' for grammars"
+    ):
+        llm.generate([[5]], params)
+    llm.executor.masks = False
+    with pytest.raises(UsageError, match="not supported by this artifact's device"):
+        llm.generate([[5]], params)
+
+
+def test_a_slow_compilation_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_MOST_SECONDS", 0.01)
+    monkeypatch.setattr(grammars, "_matcher", lambda *given: time.sleep(0.2))
+    with pytest.raises(UsageError, match="regex takes too long to compile"):
+        llm.generate([[5]], SamplingParams(structured_outputs={"regex": "a"}))
+
+
+def test_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    real = grammars._matcher
+    monkeypatch.setattr(grammars, "_matcher", lambda guide, source: compiled.append(source) or real(guide, source))
+    monkeypatch.setattr(grammars, "_MOST_KEPT", 2)
+    made = Grammars(byte_tokenizer(), VOCAB, [EOS])
+    for text in ("a", "b", "a", "c", "a", "b"):
+        made.start(StructuredOutputsParams(regex=text))
+    assert [source.text for source in compiled] == ["a", "b", "c", "b"]
