@@ -30,6 +30,11 @@ cli/test_app test_calibrated_families codegen/gpu/test_speculation codegen/gpu/t
 passes/test_exact codegen/gpu/test_gemm
 """
 """Files that take more than 20 s, the slowest first."""
+AS_BUILT = tuple(
+    f"tests/codegen/cpu/{name}"
+    for name in ("test_attention.py", "test_gemm.py", "test_state_kernels.py", "test_step.py::test_rows")
+)
+"""Tests of what the optimizer makes of the CPU kernels: each kernel alone, and whole steps of every format."""
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 
@@ -112,9 +117,9 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_libraries(made_once: MadeOnce) -> Iterator[None]:
-    """Tests of kernels, in tests/codegen, compile libraries as builds do; others with the optimizer's first steps only.
+    """Tests AS_BUILT compile libraries as builds do; others with the optimizer's first steps only.
 
-    They find the system's headers parsed, too. That takes a third of the time, and moves no bit: what may be rounded
+    All find the system's headers parsed. That takes a third of the time, and moves no bit: what may be rounded
     otherwise is a flag of its own, and stays.
     """
     from qcompile.codegen.cpu import compiler
@@ -122,12 +127,12 @@ def quick_libraries(made_once: MadeOnce) -> Iterator[None]:
     flags, run = compiler.flags, compiler.children.run
 
     def quick(target: Target) -> tuple[str, ...]:
-        of_kernels = os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/codegen/")
-        return flags(target) if of_kernels else tuple("-Og" if flag == "-O3" else flag for flag in flags(target))
+        as_built = os.environ.get("PYTEST_CURRENT_TEST", "").startswith(AS_BUILT)
+        return flags(target) if as_built else tuple("-Og" if flag == "-O3" else flag for flag in flags(target))
 
     def parsed(command: list[str], *rest: Any, **more: Any) -> Any:
         given = [each for each in command if each.startswith(("-O", "-f", "-m", "-p", "-s")) and "map" not in each]
-        if "-Og" in given and Path(command[0]).name == "g++":
+        if Path(command[0]).name == "g++" and "-x" in command:
             name = f"headers-{hashlib.sha256(' '.join(given).encode()).hexdigest()[:16]}"
             folder = made_once(name, lambda folder: _parse_headers(folder, [command[0], *given]))
             command = [command[0], "-include", str(folder / "system.h"), *command[1:]]
