@@ -24,7 +24,17 @@ def random(*shape: int, negative: bool = False) -> Tensor:
     return -values.abs() if negative else values
 
 
-def heads(groups: int = 2, by_key: bool = False, **more: Any) -> dict[str, Any]:
+def repeats_heads() -> bool:
+    """Whether the delta rule of the installed transformers repeats heads of keys itself; older versions' callers do."""
+    space = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    return GROUPED in inspect.getsource(space.torch_chunk_gated_delta_rule)
+
+
+GROUPED = "query.repeat_interleave(num_v_heads // num_k_heads, dim=2)"
+GROUPS = 2 if repeats_heads() else 4
+
+
+def heads(groups: int = GROUPS, by_key: bool = False, **more: Any) -> dict[str, Any]:
     """Arguments of a delta rule over 70 tokens with 4 heads of values."""
     decay = random(2, 70, 4, 6, negative=True) if by_key else random(2, 70, 4, negative=True)
     q, k, v = random(2, 70, groups, 6), random(2, 70, groups, 6) + 1, random(2, 70, 4, 5)
@@ -130,7 +140,6 @@ def test_arguments_that_are_not_understood(name: str, argument: dict[str, Any], 
         traced(**given | argument)
 
 
-GROUPED = "query.repeat_interleave(num_v_heads // num_k_heads, dim=2)"
 CHANGES: dict[str, tuple[str, str, str]] = {
     "another epsilon": ("delta rule, unit vectors", "eps=1e-6", "eps=1e-5"),
     "another scale": ("delta rule", "** -0.5", "** -0.25"),
@@ -148,6 +157,8 @@ def test_a_function_that_computes_something_else(name: str) -> None:
     family, kernel, given = CALLS[case]
     function, _ = functions(family, kernel)
     text = inspect.getsource(function)
+    if old == GROUPED and not repeats_heads():
+        pytest.skip("this version of transformers repeats heads before the call")
     assert old in text, "the torch code was written anew: change it in another place"
     space = dict(vars(sys.modules[function.__module__]))
     exec(text.replace(old, new), space)  # the installed library's own text, with one change

@@ -15,8 +15,10 @@ KINDS = ("llama", "gpt2", "gemma4_text", "deepseek_v3", "qwen3_next", "dbrx", "b
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_type_is_small_and_can_be_made(kind: str) -> None:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, __version__
 
+    if kind == "dbrx" and __version__.startswith("5.17."):
+        pytest.skip("the configuration of dbrx of transformers 5.17 does not take what it has stored")
     config: Any = AutoConfig.for_model(kind, **tiny.settings(kind))
     with torch.device("meta"):
         module = auto_class(kind).from_config(config)
