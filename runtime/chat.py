@@ -5,44 +5,78 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import datetime
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcompile.artifact.hashes import listed_file
 from qcompile.errors import ArtifactError, UsageError
+from qcompile.runtime.parsers.formats import tool_format
 from qcompile.runtime.special_tokens import CONFIG, json_object, special_tokens
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from tokenizers import Tokenizer
 
-Message = dict[str, str]
-"""With the keys `role` and `content`."""
-Render = Callable[[list[Message]], str]
+Message = dict[str, Any]
+"""With the keys `role` and `content`, and as in OpenAI's API `name`, `tool_calls` and `tool_call_id`."""
+Render = Callable[..., str]
+"""Renders messages, with the variables of a template as keywords."""
+
+_TOOL_TEMPLATE = "tool_use"
+"""The name of the template for conversations with tools, where a checkpoint has several."""
 
 
-def chat_template(out: Path, files: dict[str, Any]) -> Render | None:
-    """The chat template of the artifact at `out`, as a function of the messages; None without one.
+_CAUSED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors in templates that conversations cause which they do not take."""
 
-    files: those of the artifact's manifest. Templates run in a sandbox with the functions and filters that transformers
-    provides. Tools and documents are not supported.
+
+class ChatTemplate:
+    """A chat template as a function of the messages, run in a sandbox with what transformers provides.
+
+    sources: the templates by name, one of them `default`. special: texts of special tokens by name.
     """
-    source, special = _template_source(out, files)
-    if source is None:
-        return None
-    from jinja2 import TemplateError
 
-    environment, values = _environment(), special | {"tools": None, "documents": None}
-    compiled = cache(lambda: environment.from_string(source))  # compiling a long one takes as long as many steps
+    def __init__(self, sources: dict[str, str], special: dict[str, str]) -> None:
+        self._sources, self._special = sources, special
+        self._compiled: dict[str, Template] = {}  # compiling a long one takes as long as many steps
 
-    def render(messages: list[Message]) -> str:
+    @property
+    def text(self) -> str:
+        """All that the templates say."""
+        return "\n".join(self._sources.values())
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The names of the variables that the templates read. Raises UsageError for one that is no template."""
+        from jinja2 import TemplateError, meta
+
+        environment = _environment()
         try:
-            return compiled().render(messages=messages, add_generation_prompt=True, **values)
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            trees = [environment.parse(source) for source in self._sources.values()]
+        except (TemplateError, RecursionError) as error:
+            raise UsageError(f"the chat template is malformed: {error}") from error
+        return frozenset().union(*map(meta.find_undeclared_variables, trees))
+
+    def __call__(self, messages: list[Message], **variables: Any) -> str:
+        """Render messages, and the start of a reply. Raises UsageError if the template does not take them."""
+        from jinja2 import TemplateError
+
+        name = _TOOL_TEMPLATE if variables.get("tools") and _TOOL_TEMPLATE in self._sources else "default"
+        values = self._special | {"tools": None, "documents": None, "add_generation_prompt": True} | variables
+        try:
+            if name not in self._compiled:
+                self._compiled[name] = _environment().from_string(self._sources[name])
+            return self._compiled[name].render(messages=messages, **values)
+        except (TemplateError, *_CAUSED) as error:
             raise UsageError(f"the chat template does not take this conversation: {error}") from error
 
-    return render
+
+def chat_template(out: Path, files: dict[str, Any]) -> ChatTemplate | None:
+    """The chat template of the artifact at `out`; None without one. files: those of the artifact's manifest."""
+    sources, special = _template_sources(out, files)
+    return ChatTemplate(sources, special) if "default" in sources else None
 
 
 _REPLY = "An example of a reply"
@@ -51,9 +85,11 @@ _REPLY = "An example of a reply"
 def closing_tokens(render: Render, tokenizer: Tokenizer | None) -> list[int]:
     """The token that a template writes after a reply, if it writes one: a model ends its replies with it.
 
-    It is found in a rendered example. Several models' configurations name only the token that ends a whole text.
+    It is found in a rendered example. Several models' configurations name only the token that ends a whole text. Where
+    a reply consists of several messages, the token ends only one of them.
     """
-    if tokenizer is None:
+    form = tool_format(render.text) if isinstance(render, ChatTemplate) else None
+    if tokenizer is None or (form is not None and form.whole):
         return []
     roles = (("user", "Hello"), ("assistant", _REPLY), ("user", "Thanks"))
     try:
@@ -104,18 +140,18 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _template_source(out: Path, files: dict[str, Any]) -> tuple[str | None, dict[str, str]]:
-    """The template's source, and the special tokens that it may refer to."""
+def _template_sources(out: Path, files: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """The sources of the templates by name, and the special tokens that they may refer to."""
     special = special_tokens(out, files)
     alone = out / "chat_template.jinja"
     content = listed_file(out, files, alone.name)
     if content is not None:
         try:
-            return content.decode(), special
+            return {"default": content.decode()}, special
         except UnicodeDecodeError as error:
             raise ArtifactError(f"{alone} is not text in UTF-8: {error}") from error
     source = json_object(out, files, CONFIG).get("chat_template")
     if isinstance(source, list):  # several named templates
-        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
-        source = named[0].get("template") if named else None
-    return (source if isinstance(source, str) else None), special
+        pairs = ((each.get("name"), each.get("template")) for each in source if isinstance(each, dict))
+        return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}, special
+    return ({"default": source} if isinstance(source, str) else {}), special

@@ -321,6 +321,14 @@ class Serving:
     api_key: Annotated[
         str | None, typer.Option("--api-key", envvar="QCOMPILE_API_KEY", help="API key that clients must send.")
     ] = None
+    tool_parser: Annotated[
+        str | None,
+        typer.Option("--tool-parser", help="Format of tool calls, or none. Default: what the chat template shows."),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option("--reasoning-parser", help="Format of reasoning, or none. Default: what the chat template shows."),
+    ] = None
     max_batch: Annotated[
         int, typer.Option("--max-batch", min=1, metavar="N", help="Maximum number of samples that run at once.")
     ] = 16

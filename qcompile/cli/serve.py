@@ -41,7 +41,16 @@ def serve(out: Artifact, serving: Serving, loading: ServedLoading, json: Json = 
 
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
         template = chat_template(out, llm.manifest["files"])
-        served = app.Served(llm, name, template, key, serving.max_waiting, serving.origins or ())
+        served = app.Served(
+            llm,
+            name,
+            template,
+            key,
+            serving.max_waiting,
+            serving.origins or (),
+            serving.tool_parser,
+            serving.reasoning_parser,
+        )
         app.serve(served, listening, ready)
 
 

@@ -15,6 +15,12 @@ from qcompile.runtime.parsers.tools import DeclaredTools
 
 MOST_NAME = 256
 """Most characters of the name of a tool or a parameter."""
+_NO_NAME = " <>{}[]()\"',"
+
+
+def is_name(name: str) -> bool:
+    """Whether a text can be the name of a tool: not empty, and without whitespace and the like."""
+    return 0 < len(name) <= MOST_NAME and name.isprintable() and not any(char in _NO_NAME for char in name)
 
 
 class CallParser(Incremental):
@@ -66,8 +72,8 @@ class CallParser(Incremental):
             self._sent = 0  # the next push drops what was handed out
 
     def begin_call(self, name: str) -> None:
-        """A call is certain. Its name must not be empty or contain whitespace or the like: raises MalformedError."""
-        if not name or len(name) > MOST_NAME or not name.isprintable() or any(char in " <>{}[]()\"'," for char in name):
+        """A call is certain. Raises MalformedError for what cannot be a name."""
+        if not is_name(name):
             raise MalformedError
         self.events.append(CallStart(name))
         self._space, self._after_call, self.mark = "", True, None

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvicorn
@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from qcompile.errors import LongPromptError, OverflowedError, QCompileError, ResourceError, UsageError, shown
 from qcompile.runtime.arguments import Prompt
 from qcompile.runtime.chat import Render, closing_tokens
+from qcompile.runtime.dialogue import DialogueFormat
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.sampling import SamplingParams
@@ -58,7 +59,8 @@ class Served:
     """What a server offers. name: the model's name for clients. api_key: None requires no key.
 
     origins: web pages whose scripts may read responses, as `https://example.org`; `*` stands for all. Pages of this
-    machine may in any case.
+    machine may in any case. tool_parser, reasoning_parser: formats of replies by name; None for those that the template
+    shows.
     """
 
     llm: LLM
@@ -67,6 +69,14 @@ class Served:
     api_key: str | None = None
     max_waiting: int = 256
     origins: Sequence[str] = ()
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+
+    def dialogues(self) -> DialogueFormat | None:
+        """How conversations are written and read; None without a template. Raises UsageError for unknown parsers."""
+        if self.template is None:
+            return None
+        return DialogueFormat(self.template, self.llm.tokenizer, self.tool_parser, self.reasoning_parser)
 
 
 def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
@@ -191,6 +201,7 @@ class _Handlers:
     def __init__(self, served: Served, service: Service) -> None:
         self._served, self._service, self._llm = served, service, served.llm
         self._started = int(time.time())
+        self._dialogues = served.dialogues()
         self.metrics = Metrics(service)
         service.cancelled = self.metrics.cancelled
         if served.template:
@@ -243,13 +254,14 @@ class _Handlers:
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        if self._served.template is None:
+        if self._dialogues is None:
             raise UsageError(f"{self._served.name} has no chat template: use /v1/completions")
-        messages = [message.plain() for message in asked.messages]
-        prompt = await run_in_threadpool(self._served.template, messages)
+        turn = await run_in_threadpool(self._dialogues.turn, asked.dialogue())
         params = asked.params()
-        reply = ChatReply(self._served.name, params.n, self._llm.token_bytes, asked.top_logprobs or 0)
-        return await self._answer(request, asked, [prompt], params, reply, special=False)
+        if turn.keeps_special:
+            params = replace(params, skip_special_tokens=False)
+        reply = ChatReply(self._served.name, params.n, self._llm.token_bytes, asked.top_logprobs or 0, turn)
+        return await self._answer(request, asked, [turn.prompt], params, reply, special=False)
 
     async def _answer(
         self,

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from qcompile.errors import UsageError, shown
+from qcompile.runtime.dialogue import Dialogue
+from qcompile.runtime.parsers.call_parser import is_name
 from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.server.api import MOST_LOGPROBS, BodyPart, Common, Count
+
+_CHAT_FIELDS = ("tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
+"""Fields that have no effect on completions."""
 
 
 class TextPart(BodyPart):
@@ -33,15 +38,34 @@ def _parts(given: Any) -> Any:
     return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
+class CalledFunction(BodyPart):
+    """The function of a call: arguments are an object, as JSON text or not."""
+
+    name: str
+    arguments: Any = ""  # checked where templates get it
+
+
+class CallPart(BodyPart):
+    """A call of a tool in a message. index: its number, which some clients keep from a stream."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
 class ChatMessage(BodyPart):
     """One message of a conversation."""
 
     idle: ClassVar[dict[str, tuple[object, ...]]] = {"tool_calls": ([],), "annotations": ([],)}
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         list[Annotated[TextPart, BeforeValidator(_text_alone)]], Field(fail_fast=True), BeforeValidator(_parts)
     ]
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[CallPart], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -51,20 +75,80 @@ class ChatMessage(BodyPart):
             return body | {"content": ""}
         return body
 
-    def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates take."""
+    @model_validator(mode="after")
+    def _of_its_role(self) -> ChatMessage:
+        """Refuse what only other roles have."""
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
+            raise PydanticCustomError("role", "only messages of the assistant have tool_calls and reasoning_content")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise PydanticCustomError("role", "only messages of tools have a tool_call_id")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """The message in OpenAI's form, with its text in one piece. A message that only calls tools has none."""
+        given = self.model_dump(exclude_none=True, exclude={"content": True, "tool_calls": {"__all__": {"index"}}})
         text = "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+        return given if self.tool_calls and not text else {"role": self.role, "content": text} | given
+
+
+class FunctionPart(BodyPart):
+    """A function that the model may call. parameters: a JSON schema. strict: without effect."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _callable(cls, name: str) -> str:
+        if not is_name(name):
+            raise PydanticCustomError("name", "not a name: give 1 to 256 characters without spaces and brackets")
+        return name
+
+
+class ToolPart(BodyPart):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionPart
 
 
 class ChatRequest(Common):
     """POST /v1/chat/completions."""
 
+    idle: ClassVar[dict[str, tuple[object, ...]]] = {
+        name: values for name, values in Common.idle.items() if name not in _CHAT_FIELDS
+    }
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: Annotated[list[ToolPart], Field(fail_fast=True)] | None = None
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def dialogue(self) -> Dialogue:
+        """What the model is asked. Raises UsageError."""
+        tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools or ()]
+        names = [tool["function"]["name"] for tool in tools]
+        if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
+            raise UsageError(f"tools: {shown(twice)} is there twice")
+        if not tools and self.tool_choice not in ("auto", "none"):
+            raise UsageError("tool_choice needs tools")
+        return Dialogue(
+            [message.plain() for message in self.messages],
+            tools,
+            self.tool_choice,
+            self.parallel_tool_calls,
+            self.documents,
+            self.reasoning_effort,
+            self.chat_template_kwargs or {},
+        )
 
     def params(self) -> SamplingParams:
         """The request's sampling parameters. Raises UsageError."""

@@ -54,8 +54,8 @@ class Reply(ABC):
     @abstractmethod
     def piece(
         self, index: int, output: RequestOutput, sample: CompletionOutput, characters: int, tokens: int
-    ) -> dict[str, Any]:
-        """What was added to a choice after its first `characters` and `tokens`."""
+    ) -> dict[str, Any] | None:
+        """What was added to a choice after its first `characters` and `tokens`; None if nothing is certain yet."""
 
     def ready(self, output: RequestOutput) -> bool:
         """Whether the output has all that the first piece of a stream needs."""
@@ -103,7 +103,9 @@ class Reply(ABC):
             end = len(sample.text) if sample.finish_reason is None else -1
             self._sent[index] = end, len(sample.token_ids)
             if sample.finish_reason is not None or len(sample.text) > characters or sample.logprobs:
-                yield self.piece(index, output, sample, characters, tokens)
+                piece = self.piece(index, output, sample, characters, tokens)
+                if piece is not None:
+                    yield piece
 
     def _numbered(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
         for sample in output.outputs:

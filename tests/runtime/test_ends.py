@@ -56,6 +56,7 @@ def template(folder: Path, text: str, **config: Any) -> Any:
         ("{% for m in messages %}{{ m.content }} then <|im_end|>{% endfor %}", []),
         ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", []),
         ("{{ raise_exception('one turn alone') if messages | length > 1 }}", []),
+        ("{# several messages in a reply: <|channel|><|message|> #}" + CHATML, []),
     ],
 )
 def test_the_token_that_a_template_writes_after_a_reply(tmp_path: Path, text: str, closes: list[int]) -> None:

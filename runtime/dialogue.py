@@ -1,0 +1,170 @@
+"""How a model's conversations are written for it, and its replies are read: with tools and reasoning.
+
+The formats of both follow from the text of the chat template, or are named by the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from qcompile.errors import UsageError, shown
+from qcompile.runtime.chat import ChatTemplate, Render
+from qcompile.runtime.histories import HistoryStyle, template_messages
+from qcompile.runtime.parsers.formats import ToolFormat, reasoning_tags, tool_format
+from qcompile.runtime.parsers.reasoning import ReasoningParser
+from qcompile.runtime.parsers.reply import ReplyParser
+from qcompile.runtime.parsers.tools import DeclaredTools
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn reasoning on and off."""
+_EFFORT = "reasoning_effort"
+_FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of templates that have fields of their own."""
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """What a model is asked: messages, and how to answer, in OpenAI's form.
+
+    tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": schema}}`. tool_choice:
+    "auto" or "none". variables: further variables of the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    documents: Sequence[Mapping[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else [dict(tool) for tool in self.tools]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A dialogue as a prompt, and how to read replies.
+
+    parser: makes a parser of one reply. keeps_special: whether replies must be decoded with their special tokens.
+    id_characters: length of the ids of calls; None for any.
+    """
+
+    prompt: str
+    parser: Callable[[], ReplyParser]
+    keeps_special: bool = False
+    id_characters: int | None = None
+
+
+class DialogueFormat:
+    """The formats of one model. tool_parser, reasoning_parser: names of formats; None for what the template shows.
+
+    Raises UsageError for unknown names.
+    """
+
+    def __init__(
+        self,
+        template: Render,
+        tokenizer: Tokenizer | None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
+        text = template.text if isinstance(template, ChatTemplate) else ""
+        self._template = template
+        self._calls = tool_format(text, tool_parser)
+        whole = self._calls is not None and self._calls.whole
+        self._tags = None if whole and reasoning_parser is None else reasoning_tags(text, reasoning_parser)
+        self._style = HistoryStyle.of(text, one_call=whole)
+        added = tokenizer.get_added_tokens_decoder().values() if tokenizer else ()
+        self._special = frozenset(token.content for token in added if token.special)
+
+    @property
+    def several_messages(self) -> bool:
+        """Whether a reply consists of several messages, of which each ends as a reply does in other formats."""
+        return self._calls is not None and self._calls.whole
+
+    def turn(self, asked: Dialogue) -> Turn:
+        """The prompt of a dialogue, and how to read the replies. Raises UsageError for what the template lacks."""
+        tools = asked.offered
+        if asked.tool_choice not in ("auto", "none"):
+            raise UsageError(f"tool_choice {shown(asked.tool_choice)} is not supported: use 'auto' or 'none'")
+        if tools and "tools" not in self._reads:
+            raise UsageError("tools: the chat template of this model takes none")
+        if tools and self._calls is None:
+            raise UsageError("tools: the format of this model's calls is unknown: name it (--tool-parser)")
+        prompt = self._rendered(asked, self._variables(asked, tools))
+        calls = self._calls if tools or self.several_messages else None
+        return Turn(
+            prompt,
+            lambda: self._parser(prompt, calls, tools, None if asked.parallel_tool_calls else 1),
+            not self._special.isdisjoint(self._marks(calls)),
+            calls.id_characters if calls else None,
+        )
+
+    @property
+    def _reads(self) -> frozenset[str]:
+        return self._template.reads if isinstance(self._template, ChatTemplate) else frozenset()
+
+    def _marks(self, calls: ToolFormat | None) -> list[str]:
+        tags = [self._tags.opening, self._tags.closing] if self._tags else []
+        return [*tags, *(calls.tokens if calls else ())]
+
+    def _parser(
+        self, prompt: str, calls: ToolFormat | None, tools: Sequence[Mapping[str, Any]], most: int | None
+    ) -> ReplyParser:
+        begun = self._tags is not None and prompt.rstrip().endswith(self._tags.opening)
+        reasoning = ReasoningParser(self._tags, begun) if self._tags else None
+        return ReplyParser(reasoning, calls.parser(DeclaredTools.of(tools)) if calls else None, most)
+
+    def _rendered(self, asked: Dialogue, variables: Mapping[str, Any]) -> str:
+        """The prompt. Most templates read the arguments of calls as dictionaries, some as text."""
+        messages = template_messages(asked.messages, self._style, as_text=False)
+        try:
+            return self._template(messages, **variables)
+        except UsageError:
+            if not any("tool_calls" in message for message in messages):
+                raise
+            try:
+                return self._template(template_messages(asked.messages, self._style, as_text=True), **variables)
+            except UsageError:
+                pass
+            raise
+
+    def _variables(self, asked: Dialogue, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The variables of the template that a request sets."""
+        for name, value in asked.variables.items():
+            if name in _FIELDS:
+                raise UsageError(f"chat_template_kwargs has {name}, which is no variable of its own there")
+            if name not in self._reads and not (name in _SWITCHES and value is False):
+                raise UsageError(f"chat_template_kwargs has {shown(name)}, which the chat template does not read")
+        if asked.documents and "documents" not in self._reads:
+            raise UsageError("documents: the chat template of this model takes none")
+        given = {"tools": list(tools) or None, "documents": [dict(each) for each in asked.documents or ()] or None}
+        set_here = {name: value for name, value in given.items() if value}
+        known = {name: value for name, value in asked.variables.items() if name in self._reads}
+        return set_here | self._effort(asked.reasoning_effort) | known
+
+    def _effort(self, effort: str | None) -> dict[str, Any]:
+        """The variables that set how much the model reasons."""
+        if effort is None:
+            return {}
+        found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in self._reads}
+        if _EFFORT in self._reads and (effort != "none" or self._knows_none):
+            found[_EFFORT] = effort
+        reasons = self._tags is not None or self.several_messages
+        if not found and (reasons or effort != "none"):
+            what = "cannot turn reasoning off" if effort == "none" else "reads no such variable"
+            raise UsageError(f"reasoning_effort {shown(effort)}: the chat template {what}")
+        return found
+
+    @property
+    def _knows_none(self) -> bool:
+        text = self._template.text if isinstance(self._template, ChatTemplate) else ""
+        return "'none'" in text or '"none"' in text

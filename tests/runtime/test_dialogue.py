@@ -1,0 +1,118 @@
+"""Dialogues as prompts: what templates get of tools, calls, results, reasoning and variables."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from qcompile.errors import UsageError
+from qcompile.runtime.chat import ChatTemplate
+from qcompile.runtime.dialogue import Dialogue, DialogueFormat
+from qcompile.runtime.parsers.reply import ParsedReply
+from tests.support.conversations import TOOLS
+
+
+def call(name: str, identity: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+HISTORY = [
+    {"role": "user", "content": "go"},
+    {"role": "assistant", "reasoning_content": "hm", "tool_calls": [call("f", "a", x=1), call("g", "b")]},
+    {"role": "tool", "tool_call_id": "b", "content": "two"},
+    {"role": "tool", "tool_call_id": "a", "content": "one"},
+]
+MESSAGES = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+
+
+def form(source: str, **options: Any) -> DialogueFormat:
+    return DialogueFormat(ChatTemplate({"default": source}, {}), None, **options)
+
+
+def rendered(source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    prompt = form(source).turn(Dialogue(messages)).prompt
+    return [json.loads(line) for line in prompt.splitlines()]
+
+
+def test_calls_and_results_reach_the_template() -> None:
+    _, said, two, one = rendered(MESSAGES, HISTORY)
+    assert said["content"] == "" and said["reasoning_content"] == "hm" and "thinking" not in said
+    assert [each["function"] for each in said["tool_calls"]] == [
+        {"name": "f", "arguments": {"x": 1}},
+        {"name": "g", "arguments": {}},
+    ]
+    assert (two["name"], one["name"]) == ("g", "f")
+
+
+def test_a_template_that_tests_for_no_content_gets_none() -> None:
+    """Others would print it."""
+    source = MESSAGES + "{% for message in messages if message.content is none %}{% endfor %}"
+    assert rendered(source, HISTORY)[1]["content"] is None and rendered(MESSAGES, HISTORY)[1]["content"] == ""
+
+
+def test_a_template_that_joins_arguments_as_text_gets_text() -> None:
+    source = "{% for m in messages if m.tool_calls %}{% for c in m.tool_calls %}{{ '<' + c.function.arguments + '>' }}"
+    assert form(source + "{% endfor %}{% endfor %}").turn(Dialogue(HISTORY)).prompt == '<{"x": 1}><{}>'
+    with pytest.raises(UsageError, match="no such turn"):
+        form("{{ raise_exception('no such turn') }}").turn(Dialogue(HISTORY))
+
+
+def test_a_template_of_one_call_each_gets_all_of_them() -> None:
+    """The results stand behind their calls."""
+    source = "{# <|channel|> <|message|> message.thinking #}" + MESSAGES
+    messages = rendered(source, HISTORY)
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant", "tool"]
+    assert [m["tool_calls"][0]["id"] for m in messages if "tool_calls" in m] == ["a", "b"]
+    assert [m["content"] for m in messages if m["role"] == "tool"] == ["one", "two"]
+    assert messages[1]["thinking"] == "hm" and "thinking" not in messages[3]
+    spoken = [HISTORY[0], {**HISTORY[1], "content": "I will."}]
+    assert "thinking" not in rendered(source, spoken)[1]
+
+
+def test_tools_documents_and_variables_reach_the_template() -> None:
+    source = "{{ tools | tojson }}{{ documents | tojson }}{{ size }}{# <tool_call> #}"
+    asked = Dialogue([], TOOLS[:1], documents=[{"text": "d"}], variables={"size": 3})
+    assert form(source).turn(asked).prompt == json.dumps(TOOLS[:1]) + '[{"text": "d"}]3'
+    assert form(source).turn(Dialogue([], TOOLS, "none")).prompt == "nullnull"
+
+
+def test_of_several_templates_that_for_tools_is_taken_with_tools() -> None:
+    template = ChatTemplate({"default": "plain", "tool_use": "<tool_call>{{ tools | length }}"}, {})
+    form = DialogueFormat(template, None)
+    assert form.turn(Dialogue([])).prompt == "plain"
+    assert form.turn(Dialogue([], TOOLS)).prompt == f"<tool_call>{len(TOOLS)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "effort", "prompt"),
+    [
+        ("{{ enable_thinking }}</think>", "none", "False</think>"),
+        ("{{ enable_thinking }}</think>", "low", "True</think>"),
+        ("{{ thinking }}{{ reasoning_effort }}", "high", "Truehigh"),
+        ("{{ reasoning_effort }}{% if reasoning_effort == 'none' %}{% endif %}", "none", "none"),
+        ("no reasoning", "none", "no reasoning"),
+    ],
+)
+def test_effort_sets_what_the_template_reads(source: str, effort: str, prompt: str) -> None:
+    assert form(source).turn(Dialogue([], reasoning_effort=effort)).prompt == prompt
+
+
+def test_switches_may_be_off_where_nothing_reasons() -> None:
+    assert form("plain").turn(Dialogue([], variables={"enable_thinking": False})).prompt == "plain"
+    with pytest.raises(UsageError, match="has 'enable_thinking', which the chat template does not read"):
+        form("plain").turn(Dialogue([], variables={"enable_thinking": True}))
+
+
+def test_reasoning_that_the_prompt_begins_is_known_from_the_prompt() -> None:
+    source = "{% if thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
+    begun = form(source).turn(Dialogue([], variables={"thinking": True})).parser()
+    assert begun.whole("so</think>\nyes") == ParsedReply("yes", "so")
+    closed = form(source).turn(Dialogue([])).parser()
+    assert closed.whole("yes") == ParsedReply("yes", None)
+
+
+def test_channels_are_read_without_tools_too() -> None:
+    found = form("<|channel|><|message|>").turn(Dialogue([])).parser().whole("<|channel|>final<|message|>yes")
+    assert found == ParsedReply("yes")
