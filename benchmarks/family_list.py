@@ -278,6 +278,11 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
         | {"moe_layers": [], "intermediate_size_mlp": 352, "attn_scale": 0.1},
     ),
     (
+        "llama4_text, experts of scaled inputs",
+        "llama4_text",
+        EXPERTS | {"attention_chunk_size": 16, "intermediate_size": 96, "intermediate_size_mlp": 352},
+    ),
+    (
         "mimo_v2_flash, layers of other heads",
         "mimo_v2_flash",
         HEAD

@@ -30,8 +30,8 @@ For an ATen operator that is missing, or for another way to write a known operat
 
 1. Write the handler in the file of its concept: layout, selection, concatenation, memory (copies and views);
    embeddings, positions, rotary, lengths, complex_numbers (functions of the position); elementwise, activations, norms,
-   linear; attention, written_attention, masks; recurrent; routers, experts. A pattern is recognized from its last
-   operator, with `is_call`, `strip` and `both_orders` of nodes.py.
+   linear; attention, written_attention, masks; recurrent; routers, experts, scattered. A pattern is recognized from its
+   last operator, with `is_call`, `strip` and `both_orders` of nodes.py.
 2. Add it to the line of its operator in `HANDLERS`: special cases first, the general rule last.
 3. Test in tests/passes/raising/ that a module with it has the same logits and the expected operators, and that similar
    modules which differ in one point (another factor, order or dimension) are refused or right (test_near_misses.py).
@@ -63,6 +63,7 @@ from qcompile.passes.raising import (
     positions,
     recurrent,
     routers,
+    scattered,
     selection,
     written_attention,
 )
@@ -72,6 +73,7 @@ _COPY: tuple[Handler, ...] = (complex_numbers.copy, layout.copy)
 _MULTIPLY: tuple[Handler, ...] = (
     complex_numbers.multiply,
     positions.scale_by_position,
+    scattered.scaled_inputs,
     experts.scale_slots,
     norms.product_norm,
     activations.gelu,
@@ -80,6 +82,13 @@ _MULTIPLY: tuple[Handler, ...] = (
     elementwise.multiply,
 )
 _DIVIDE: tuple[Handler, ...] = (routers.normalize, elementwise.divide, norms.quotient_norm)
+_MATMUL: tuple[Handler, ...] = (
+    scattered.expert_linear,
+    experts.expert_linear,
+    linear.matmul,
+    positions.outer_matmul,
+    written_attention.written_attention,
+)
 _CAT: tuple[Handler, ...] = (norms.norms_of_heads, concatenation.cat, concatenation.cat_several)
 
 HANDLERS: Mapping[str, tuple[Handler, ...]] = {
@@ -121,14 +130,14 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "index": (experts.chosen_weights, embeddings.index_rows, selection.index),
     "index_select": (embeddings.index_select_rows, selection.index_select),
     "narrow": (memory.part, selection.narrow),
-    "repeat": (selection.repeat,),
+    "repeat": (scattered.repeat_for_experts, selection.repeat),
     "repeat_interleave": (experts.repeat_tokens, selection.repeat_interleave),
     "select": (selection.select,),
     "slice": (memory.part, embeddings.first_rows, recurrent.padded_conv, selection.slice_),
     "split": (selection.split,),
     "split_with_sizes": (selection.split,),
     "tensor_split": (selection.split,),
-    "tile": (selection.repeat,),
+    "tile": (scattered.repeat_for_experts, selection.repeat),
     "unbind": (selection.split,),
     # tensors from parts
     "cat": _CAT,
@@ -191,10 +200,10 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "tanh": (activations.activation,),
     # products with weights, and attention
     "addmm": (linear.addmm,),
-    "bmm": (experts.expert_linear, linear.matmul, positions.outer_matmul, written_attention.written_attention),
+    "bmm": _MATMUL,
     "einsum": (linear.einsum,),
     "linear": (linear.linear,),
-    "matmul": (experts.expert_linear, linear.matmul, positions.outer_matmul, written_attention.written_attention),
+    "matmul": _MATMUL,
     "mm": (linear.matmul, positions.outer_matmul, written_attention.written_attention),
     "qcompile::attention": (attention.attention,),
     "qcompile::within": (lengths.within,),
@@ -210,8 +219,9 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "gather": (routers.pick, embeddings.gather_rows),
     "masked_fill": (routers.limit_groups,),
     "max": (routers.best, lengths.largest_position),
+    "scatter": (scattered.scatter,),
     "softmax": (routers.softmax,),
-    "sum": (experts.sum_slots,),
+    "sum": (scattered.sum_experts, experts.sum_slots),
     "topk": (routers.topk,),
 }
 """The rules of each ATen operator, in the order in which they are tried."""

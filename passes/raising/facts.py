@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -36,9 +36,11 @@ class Opaque:
     """The tensor of `node`, which no rule has given a meaning.
 
     This is an error only if an operator needs the meaning: the parts of a norm or a softmax are opaque until the last
-    operator of the pattern is recognized. Subclasses say what a few rules know of such a tensor.
+    operator of the pattern is recognized. Subclasses say what a few rules know of such a tensor. If they know all of
+    it, `understood` is true: what cannot be compiled is then a reader of the tensor.
     """
 
+    understood: ClassVar[bool] = False
     node: fx.Node
 
 
@@ -121,7 +123,8 @@ class Facts:
         """The error that `reader` needs `node`; it names the first node upstream without a meaning."""
         while isinstance(node, fx.Node):
             inputs = [n for n in node.all_input_nodes if n is not self.token_ids]
-            deeper = [n for n in inputs if isinstance(self.known.get(n), Opaque)]
+            opaque = [(n, known) for n in inputs if isinstance(known := self.known.get(n), Opaque)]
+            deeper = [n for n, known in opaque if not known.understood]
             if not deeper:
                 break
             node = deeper[0]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, fx
 
 from qcompile.graph import Graph
-from qcompile.passes.raising import memory
+from qcompile.passes.raising import memory, scattered
 from qcompile.passes.raising.aliasing import writes_alone
 from qcompile.passes.raising.builder import Builder
 from qcompile.passes.raising.facts import Constant, Facts, Known, Opaque, is_static
@@ -63,9 +63,12 @@ def _meaning(facts: Facts, build: Builder, node: fx.Node, handlers: Mapping[str,
         raise unsupported(node, "changes a tensor in place that others read afterwards")
     if rounds(node) and any(isinstance(facts.known.get(source), Value) for source in node.all_input_nodes):
         raise unsupported(node, f"rounds to {node.meta['val'].dtype}, but models are compiled in float32")
-    given = Arguments(node)
-    for handler in handlers.get(name, ()):
-        known = handler(facts, build, node, given)
-        if known is not None:
-            return known
-    return Opaque(node)
+
+    def apply_rules() -> Known:
+        given = Arguments(node)
+        results = (handler(facts, build, node, given) for handler in handlers.get(name, ()))
+        return next((known for known in results if known is not None), None)
+
+    known = scattered.lifted(facts, node, apply_rules)
+    known = apply_rules() if known is None else known
+    return Opaque(node) if known is None else known
