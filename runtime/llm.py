@@ -30,6 +30,7 @@ from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.prompts import CheckedPrompt, PromptReader
 from qcompile.runtime.sampling.masks import GrammarState
 from qcompile.runtime.sampling.sampling import SamplingParams, plain_number
+from qcompile.runtime.sampling.supported import check_supported
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
 from qcompile.runtime.token_bytes import token_bytes
@@ -262,16 +263,11 @@ class LLM:
 
     def end_at(self, tokens: Iterable[int]) -> None:
         """Let these tokens end a text, too. `load` does so for the tokenizer's own, and chats for their template's."""
-        self.engine.postprocessor.eos |= frozenset(tokens)
+        self.engine.end_at(tokens)
 
     def check(self, params: SamplingParams) -> None:
         """Raise UsageError for parameters that this model does not support."""
-        if params.stops and self.tokenizer is None:
-            raise UsageError("this artifact has no tokenizer: stop texts cannot be found in its output")
-        if (worst := max(params.logit_bias or (-1,))) >= self.vocab_size:
-            raise UsageError(f"logit_bias has token {worst}, outside the model's vocabulary of {self.vocab_size}")
-        if params.structure and not self.executor.masks:
-            raise UsageError("structured_outputs are not supported by this artifact's device yet: build it for a CPU")
+        check_supported(params, self.vocab_size, self.tokenizer is not None, self.executor.masks)
 
     def grammar(self, params: SamplingParams) -> GrammarState | None:
         """The grammar of the structured outputs, at the start of a text; None without these. The first call for a

@@ -13,8 +13,8 @@ class CompletionOutput:
     """One sample of a prompt.
 
     finish_reason: 'stop' (end of text or a stop text), 'length', 'abort', 'error' (logits are not finite), or None
-    while the sample runs. stop_reason: the stop text that ended the sample, if any. new_text: in a stream, the text
-    added since the previous output.
+    while the sample runs. stop_reason: the stop text, or the token of stop_token_ids, that ended the sample. new_text:
+    in a stream, the text added since the previous output.
     """
 
     index: int
@@ -23,7 +23,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     new_text: str = ""
 
     def add_logprobs(self, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> None:

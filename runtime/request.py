@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from qcompile.runtime.detokenizer import Detokenizer
+from qcompile.runtime.engine.held_text import HeldText
 from qcompile.runtime.engine.prefixes import CachedPage
 from qcompile.runtime.engine.slots import NO_SLOT
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, SpeculationMetrics
@@ -167,10 +168,14 @@ class SpeculationState:
 
 @dataclass(eq=False, slots=True)
 class StreamState:
-    """What is needed to continue the output's text. detokenizer: None if the artifact has no tokenizer."""
+    """What is needed to continue the output's text.
+
+    detokenizer: None if the artifact has no tokenizer. marks: the texts of special tokens that stop texts contain.
+    """
 
     detokenizer: Detokenizer | None
-    held_text: str = ""
+    marks: dict[int, str] = field(default_factory=dict)
+    held: HeldText = field(default_factory=HeldText)
     """Text that may turn out to be the start of a stop text, and is not in the output yet."""
 
 

@@ -10,7 +10,8 @@ An executor that can overlap with the host runs the next step while the host pub
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from qcompile.runtime.detokenizer import Detokenizer
@@ -67,6 +68,11 @@ class Engine:
         self._pending: PendingStep | None = None
         self._unpublished: list[Update] = []
 
+    def end_at(self, tokens: Iterable[int]) -> None:
+        """Let these tokens end a text, too."""
+        self.postprocessor.eos |= frozenset(tokens)
+        self.grammars.end_at(self.postprocessor.eos)
+
     def add(
         self,
         prompt: Sequence[int],
@@ -95,7 +101,7 @@ class Engine:
             sampler=Sampler(params, index, known, self.executor.limits.vocab, grammar),
             output=CompletionOutput(index),
             metrics=RequestMetrics(arrival_time=time.monotonic()),
-            stream=StreamState(self._detokenizer(known, params)),
+            stream=StreamState(self._detokenizer(known, params), self._marks(params)),
         )
         if params.logprobs is not None:
             request.output.logprobs, request.output.cumulative_logprob = [], 0.0
@@ -109,6 +115,18 @@ class Engine:
 
     def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
         return Detokenizer(self.tokenizer, prompt, bool(params.skip_special_tokens)) if self.tokenizer else None
+
+    def _marks(self, params: SamplingParams) -> dict[int, str]:
+        """The texts of special tokens in the request's stop texts; none if special tokens have text as others do."""
+        if not params.skip_special_tokens:
+            return {}
+        return {token: text for token, text in self._special.items() if any(text in stop for stop in params.stops)}
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        """The texts of all special tokens, which a tokenizer takes milliseconds to tell."""
+        added = self.tokenizer.get_added_tokens_decoder() if self.tokenizer else {}
+        return {token: each.content for token, each in added.items() if each.special and each.content}
 
     def cancel(self, request: Request) -> None:
         """End a request now and free its pages. Does nothing if it has ended."""

@@ -20,10 +20,14 @@ from qcompile.runtime.engine.scheduler import Scheduler
 from qcompile.runtime.engine.stops import end_text, extend_text
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.logprobs import Logprob, prompt_logprobs, reported_logprobs
+from qcompile.runtime.sampling.sampling import SamplingParams
 from qcompile.runtime.step import Rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+_NONE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,9 @@ class Postprocessor:
         reason: str | None = None
         if NO_TOKEN in tokens:
             tokens, reason = tokens[: tokens.index(NO_TOKEN)], "error"
-        if not request.params.ignore_eos and not self.eos.isdisjoint(tokens):
-            tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self.eos) + 1]
+        ends = self._ends(request.params)
+        if not ends.isdisjoint(tokens):
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if token in ends) + 1]
             reason = "stop"
         output, sequence = request.output, request.sequence
         if not output.token_ids:
@@ -99,6 +104,12 @@ class Postprocessor:
         if reason in (None, "error") and len(sequence.tokens) >= request.spec.max_length:
             reason = "length"
         return self._end(request, tokens, reason, now, logprobs) if reason else Update(request, tokens, None, logprobs)
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end a request's text."""
+        if not params.stop_token_ids:
+            return _NONE if params.ignore_eos else self.eos
+        return params.stop_tokens if params.ignore_eos else self.eos | params.stop_tokens
 
     def _end(
         self, request: Request, tokens: list[int], reason: str, now: float, logprobs: Sequence[dict[int, Logprob]] = ()
@@ -116,7 +127,8 @@ class Postprocessor:
         request, output, tokens = update.request, update.request.output, update.tokens
         if update.logprobs:
             output.add_logprobs(tokens, update.logprobs[: len(tokens)])
-        hidden = update.finish_reason == "stop"  # the token that ends the text has none
+        # The token that ends the text has none, unless it is asked for.
+        hidden = update.finish_reason == "stop" and not request.params.include_stop_str_in_output
         written = tokens[: len(tokens) - hidden]
         if (kept := extend_text(request, written)) < len(written):
             surplus = len(tokens) - kept
@@ -142,5 +154,8 @@ class Postprocessor:
         if not request.metrics.finished_time:
             request.metrics.finished_time = time.monotonic()
         end_text(request)
+        if reason == "stop" and output.stop_reason is None:
+            last, ends = output.token_ids[-1], _NONE if request.params.ignore_eos else self.eos
+            output.stop_reason = last if last in request.params.stop_tokens - ends else None
         output.finish_reason = "stop" if output.stop_reason is not None and reason != "abort" else reason
         self._scheduler.release(request)

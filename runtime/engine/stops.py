@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from qcompile.runtime.engine.held_text import HeldText
 from qcompile.runtime.request import Request
 
 
@@ -20,21 +21,20 @@ def extend_text(request: Request, tokens: Sequence[int]) -> int:
     if not stops:
         output.text += stream.detokenizer.push(tokens)
         return len(tokens)
-    before, held = stream.detokenizer.clone(), stream.held_text
+    before, held = stream.detokenizer.clone(), stream.held
     text = held + stream.detokenizer.push(tokens)
-    if _first_stop(text, stops):
+    if text.first_stop(stops) or not stream.marks.keys().isdisjoint(tokens):
         # Decode again token by token: the request ends with the token that completes the stop text.
         stream.detokenizer, text = before, held
         for count, token in enumerate(tokens, start=1):
             text += before.push([token])
-            if stop := _first_stop(text, stops):
-                at, output.stop_reason = stop
-                output.text += text[:at]
-                stream.held_text = ""
+            if token in stream.marks:
+                text = text.marked(stream.marks[token])
+            if _stopped(request, text):
                 return count
-    keep = _possible_start(text, stops)
-    output.text += text[: len(text) - keep]
-    stream.held_text = text[len(text) - keep :]
+    keep = text.possible_stop(stops)
+    output.text += text.shown(keep)
+    stream.held = text.rest(keep)
     return len(tokens)
 
 
@@ -43,22 +43,17 @@ def end_text(request: Request) -> None:
     stream, output = request.stream, request.output
     if stream.detokenizer is None or output.stop_reason is not None:
         return
-    text = stream.held_text + stream.detokenizer.push([], last=True)
-    if stop := _first_stop(text, request.params.stops):
-        at, output.stop_reason = stop
-        text = text[:at]
-    output.text += text
+    text = stream.held + stream.detokenizer.push([], last=True)
+    if not _stopped(request, text):
+        output.text += text.shown(len(text.text))
 
 
-def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Index and text of the earliest stop text; None without one."""
-    places = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(places, default=None)
-
-
-def _possible_start(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest suffix of `text` that is a prefix of a stop text."""
-    for size in range(min(len(text), max(map(len, stops)) - 1), 0, -1):
-        if any(stop.startswith(text[-size:]) for stop in stops):
-            return size
-    return 0
+def _stopped(request: Request, text: HeldText) -> bool:
+    """Whether a stop text is in the text held back; if so, the output ends there."""
+    stop = text.first_stop(request.params.stops)
+    if not stop:
+        return False
+    start, end, request.output.stop_reason = stop
+    request.output.text += text.shown(end if request.params.include_stop_str_in_output else start)
+    request.stream.held = HeldText()
+    return True

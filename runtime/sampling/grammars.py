@@ -41,6 +41,12 @@ class Grammars:
         self._guide: Any = None
         self._worker = ThreadPoolExecutor(1, "qcompile-grammars")
 
+    def end_at(self, eos: frozenset[int]) -> None:
+        """Let these tokens end a text from now on."""
+        with self._lock:
+            self._eos, self._guide = eos, None
+            self._kept.clear()
+
     def start(self, asked: StructuredOutputsParams) -> GrammarState:
         """A grammar at the start of a text. Raises UsageError if it cannot be compiled."""
         source = asked.source

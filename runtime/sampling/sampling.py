@@ -38,11 +38,14 @@ _MOST_SUBTRACTED = 2.0
 """Largest frequency and presence penalty; the smallest is its negative, as in OpenAI's API."""
 _LEAST_TOP_P = 1e-9
 """Less than the largest probability of any vocabulary: a smaller top_p keeps one token, too."""
+_MOST_TOKENS = 1 << 20
+"""Most tokens in a list of them."""
 _MOST_BIAS, _MOST_BIASES = 100.0, 1024
 """Largest bias, whose negative is the smallest, as in OpenAI's API; and most biases of a request."""
 
 
-_NO_NUMBERS = ("stop", "logit_bias", "ignore_eos", "skip_special_tokens", "structured_outputs")
+_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_NO_NUMBERS = ("stop", "logit_bias", "stop_token_ids", "structured_outputs", *_FLAGS)
 """Fields whose values are not numbers."""
 
 
@@ -51,15 +54,16 @@ class SamplingParams:
     """Options of one request; names and defaults are vLLM's. Raises UsageError on a value out of range.
 
     temperature: 0 is greedy. top_k: 0 or -1 is no limit. max_tokens: None is up to the context. stop: one text or
-    several; generation ends where one appears, and it is not part of the output. repetition_penalty: for tokens in the
-    prompt or the output. frequency_penalty, presence_penalty: subtracted from a token's logit for each occurrence in
-    the output, and once if it occurs there at all. logit_bias: added to the logits of these tokens. seed: None or -1
-    takes fresh entropy. logprobs: number of alternatives to report for every token. prompt_logprobs: the same for
-    tokens of the prompt; then max_tokens may be 0. skip_special_tokens: whether special tokens have no text in the
-    output; the token that ends it never has. best_of: number of samples to generate, of which the n with the highest
-    mean log probability of a token are returned, the best first; None is n.
-    structured_outputs: the language of the output, as StructuredOutputsParams or by the names of its fields. Numbers
-    may be numpy's.
+    several; generation ends where one appears, and it is not part of the output. A special token in it matches the
+    token. stop_token_ids: tokens at which generation ends, too. include_stop_str_in_output: whether the text of what
+    ended the output is part of it. repetition_penalty: for tokens in the prompt or the output. frequency_penalty,
+    presence_penalty: subtracted from a token's logit for each occurrence in the output, and once if it occurs there at
+    all. logit_bias: added to the logits of these tokens. seed: None or -1 takes fresh entropy. logprobs: number of
+    alternatives to report for every token. prompt_logprobs: the same for tokens of the prompt; then max_tokens may be
+    0. skip_special_tokens: whether special tokens have no text in the output; the token that ends it never has.
+    best_of: number of samples to generate, of which the n with the highest mean log probability of a token are
+    returned, the best first; None is n. structured_outputs: the language of the output, as StructuredOutputsParams or
+    by the names of its fields. Numbers may be numpy's.
     """
 
     n: int = 1
@@ -80,6 +84,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     best_of: int | None = None
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         for name in (name for name in self.__dataclass_fields__ if name not in _NO_NUMBERS):
@@ -92,7 +98,7 @@ class SamplingParams:
         self._need(
             "best_of", in_range, f"None or a whole number of at least n ({shown(self.n)}) and at most {MOST_SAMPLES}"
         )
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in _FLAGS:
             self._need(name, isinstance(getattr(self, name), bool | np.bool_), "True or False")
         self._need("temperature", _real(self.temperature) and self.temperature >= 0, "a finite number, at least 0")
         self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "0 or -1 (no limit), or at least 1")
@@ -118,10 +124,24 @@ class SamplingParams:
         listed = self.stop is None or isinstance(self.stop, Sequence)
         texts = listed and all(isinstance(text, str) and text for text in self.stops)
         self._need("stop", texts, "one or several texts, none empty")
+        self._check_tokens("stop_token_ids")
 
     def _need(self, name: str, holds: bool, what: str) -> None:
         if not holds:
             raise UsageError(f"{name} must be {what}, not {shown(getattr(self, name))}")
+
+    def _check_tokens(self, name: str) -> None:
+        """Raise UsageError unless a field is None or a list of token numbers; keeps it as a tuple of Python's."""
+        given = getattr(self, name)
+        if given is None:
+            return
+        listed = given.tolist() if hasattr(given, "tolist") else given
+        few = isinstance(listed, Sequence) and not isinstance(listed, str | bytes) and len(listed) <= _MOST_TOKENS
+        self._need(name, few, f"None or a list of at most {_MOST_TOKENS} token numbers")
+        tokens = tuple(plain_number(token) for token in listed)
+        if wrong := [token for token in tokens if not (_whole(token) and token >= 0)]:
+            raise UsageError(f"{name} has {shown(wrong[0])}, which is no token number: give whole numbers")
+        object.__setattr__(self, name, tokens)
 
     def _check_biases(self) -> None:
         """Raise UsageError for wrong biases; keeps them as a dictionary of Python's numbers."""
@@ -168,6 +188,11 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """`stop_token_ids` as a set."""
+        return frozenset(self.stop_token_ids or ())
 
     @property
     def argmax_only(self) -> bool:

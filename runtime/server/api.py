@@ -60,13 +60,21 @@ def _stops(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
 
 
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+_AS_THEY_ARE = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("n", "best_of", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    *("ignore_eos",),
+)
+"""Fields that SamplingParams has with the same names and values."""
+
+
 class Common(BodyPart):
     """Fields of both kinds of request. Ranges that SamplingParams checks are not repeated here."""
 
     idle = {
         **{"echo": (False,), "suffix": ("",), "min_tokens": (0,)},
-        **{"stop_token_ids": ([],), "skip_special_tokens": (True,)},
-        **{"include_stop_str_in_output": (False,), "response_format": ({"type": "text"},), "modalities": (["text"],)},
+        **{"response_format": ({"type": "text"},), "modalities": (["text"],)},
         **{"tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True)},
         **{"function_call": ("none", "auto")},
         **{"reasoning_effort": ("none",), "verbosity": ("medium",), "length_penalty": (1,), "priority": (0,)},
@@ -86,6 +94,9 @@ class Common(BodyPart):
     best_of: int | None = None
     seed: int | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops)] | None = None
+    stop_token_ids: Tokens | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -103,9 +114,7 @@ class Common(BodyPart):
         length = len("".join(self.stop or ()))
         if length > MOST_STOP_CHARACTERS:
             raise UsageError(f"stop has {length} characters in all, of at most {MOST_STOP_CHARACTERS}")
-        names = ("temperature", "top_p", "top_k", "min_p", "n", "best_of", "seed", "stop", "ignore_eos")
-        penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-        given = {name: getattr(self, name) for name in names + penalties} | more
+        given = {name: getattr(self, name) for name in _AS_THEY_ARE} | more
         if self.logit_bias:
             given["logit_bias"] = {_token_number(token): bias for token, bias in self.logit_bias.items()}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})

@@ -30,15 +30,15 @@ TURNS = """{%- for m in messages -%}
 {%- endfor -%}"""
 
 
-def marked(special: bool = True) -> Tokenizer:
-    """Bytes, with the marks of the templates here as tokens 257 to 260."""
+def marked(special: bool = True, more: tuple[str, ...] = ()) -> Tokenizer:
+    """Bytes, with the marks of the templates here as tokens from 257 on."""
     tokenizer = byte_tokenizer()
-    marks = ("<|im_start|>", "<|im_end|>", "</s>", "<|im")
+    marks = ("<|im_start|>", "<|im_end|>", "</s>", *more)
     tokenizer.add_tokens([AddedToken(mark, special=special) for mark in marks])
     return tokenizer
 
 
-START, END, S, SHORT = range(257, 261)
+START, END, S = range(257, 260)
 
 
 def template(folder: Path, text: str, **config: Any) -> Any:
@@ -62,7 +62,7 @@ def template(folder: Path, text: str, **config: Any) -> Any:
 def test_the_token_that_a_template_writes_after_a_reply(tmp_path: Path, text: str, closes: list[int]) -> None:
     """The longest, of those that the text after the reply begins with."""
     for special in (True, False):
-        assert closing_tokens(template(tmp_path, text), marked(special)) == closes
+        assert closing_tokens(template(tmp_path, text), marked(special, ("<|im",))) == closes
     assert closing_tokens(template(tmp_path, text), None) == []
 
 
@@ -127,3 +127,16 @@ def test_an_artifact_whose_tokenizer_names_another_end(tiny_artifact: Callable[[
         found = llm.generate("def main(", temperature=0, max_tokens=20)[0].outputs[0]
         assert found.token_ids == free.token_ids[: at + 1] and found.finish_reason == "stop"
         assert llm.generate("def main(", temperature=0, max_tokens=20, ignore_eos=True)[0].outputs[0] == free
+
+
+def test_structured_outputs_end_with_added_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_llm(tokenizer=marked()) as llm:
+        options: dict[str, Any] = {
+            "temperature": 0,
+            "structured_outputs": {"regex": "ab{1,9}"},
+            "logit_bias": {END: 50},
+        }
+        before = llm.generate("x", **options)[0].outputs[0]
+        llm.end_at([END])
+        after = llm.generate("x", **options)[0].outputs[0]
+        assert END not in before.token_ids and (after.text, after.token_ids[-1]) == ("ab", END)

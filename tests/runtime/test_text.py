@@ -33,8 +33,9 @@ def llm() -> LLM:
 
 
 def scripted(llm: LLM, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the fake model answer `text`, byte by byte, whatever the prompt."""
-    answer = TOKENIZER.encode(text).ids
+    """Make the fake model answer `text`, token by token, whatever the prompt."""
+    assert llm.tokenizer
+    answer = llm.tokenizer.encode(text).ids
 
     def run(self: Any, batch: Any) -> None:
         from tests.support.fake import ints

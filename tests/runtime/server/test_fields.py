@@ -32,6 +32,11 @@ def client() -> Iterator[Client]:
         yield opened
 
 
+def text_of(choice: dict[str, Any]) -> str:
+    """The text of a choice of either endpoint."""
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
 def test_samples_at_temperature_0_are_equal(client: Client, llm: LLM) -> None:
     (alone,) = llm.generate("ab", **GREEDY)[0].outputs
     assert [each.text for each in llm.generate("ab", n=3, **GREEDY)[0].outputs] == [alone.text] * 3
@@ -133,3 +138,16 @@ def test_pages_that_may_use_the_server(origin: str, allowed: tuple[str, ...], ma
             given = answer.headers["access-control-allow-origin"]
             assert answer.status == status and (given in (origin, "*") if may else given is None)
         assert "access-control-allow-credentials" not in answer.headers
+
+
+def test_stop_tokens_and_special_tokens_over_http(client: Client) -> None:
+    bias = {"70": 100}
+    for path, body in (("/v1/completions", {"prompt": "ab"}), (CHAT, {"messages": SAID})):
+        (choice,) = client.ask(path, body | GREEDY | {"logit_bias": bias, "stop_token_ids": [5, 70]})[1]["choices"]
+        assert choice["finish_reason"] == "stop" and text_of(choice) == ""
+        options = {"logit_bias": {"0": 100}, "stop": "<eos>", "include_stop_str_in_output": True, "max_tokens": 4}
+        for skipped, text in ((True, ""), (False, "<eos>")):
+            asked = body | GREEDY | options | {"skip_special_tokens": skipped}
+            (choice,) = client.ask(path, asked)[1]["choices"]
+            assert choice["finish_reason"] == "stop" and text_of(choice) == text
+    assert "outside the model's vocabulary" in client.refused(400, {"prompt": "x", "stop_token_ids": [260]})
