@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -23,7 +20,6 @@ from qcompile.runtime.arguments import (
 )
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
-from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.evaluate import Evaluation, perplexity
 from qcompile.runtime.options import MAX_BATCH
 from qcompile.runtime.outputs import RequestOutput
@@ -31,6 +27,7 @@ from qcompile.runtime.prompts import CheckedPrompt, PromptReader
 from qcompile.runtime.sampling.masks import GrammarState
 from qcompile.runtime.sampling.sampling import SamplingParams, plain_number
 from qcompile.runtime.sampling.supported import check_supported
+from qcompile.runtime.sharing import SharedEngine
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
 from qcompile.runtime.token_bytes import token_bytes
@@ -73,13 +70,9 @@ class LLM:
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, drafter)
         self._prompts = PromptReader(self.engine)
         self._token_bytes = cache(partial(token_bytes, tokenizer)) if tokenizer else None
-        self._owner: dict[int, tuple[_Run, int]] = {}  # by request id
-        self._lock = threading.RLock()  # see `_exclusive`
-        self._locked = self._lent = False
-        self._process = os.getpid()
-        self._ended: list[_Run] = []  # their requests are to be cancelled
         self._keep = keep
         self._close = weakref.finalize(self, _close_all, executor, drafter)
+        self._shared = SharedEngine(self.engine, self._close)
 
     @property
     def context(self) -> int:
@@ -174,92 +167,14 @@ class LLM:
         self, prompts: list[CheckedPrompt], params_of_each: list[SamplingParams], partial: bool
     ) -> Iterator[RequestOutput]:
         """Yield outputs whenever they grow; with `partial` false only when they are finished."""
-        run = _Run()
-        try:
-            with self._exclusive():
-                for number, (prompt, params) in enumerate(zip(prompts, params_of_each, strict=True)):
-                    embeds = prompt.embeds
-                    each = params.generated
-                    requests = [
-                        self.engine.add(prompt.tokens, each, index, embeds, self.grammar(each))
-                        for index in range(each.n)
-                    ]
-                    run.samples.append(PromptSamples(number, prompt.text, prompt.shown, requests, params))
-                    self._owner.update((request.id, (run, number)) for request in requests)
-            unfinished = len(run.samples)
-            while unfinished:
-                with self._exclusive():
-                    if not run.grown:
-                        self._step()
-                    grown = [run.samples[number] for number in sorted(run.grown)]
-                    run.grown = set()
-                    for samples in grown:
-                        if samples.overflowed:
-                            raise samples.failure(f"prompt {samples.number + 1} of {len(run.samples)}: ")
-                    ready = [samples.output() for samples in grown if partial or samples.finished]
-                for output in ready:
-                    unfinished -= output.finished
-                    yield output
-        finally:
-            self._ended.append(run)
-            if not (self._forked or self._lent):
-                with self._exclusive():
-                    pass
+        yield from self._shared.run(prompts, params_of_each, partial)
 
     def lend(self, lent: bool = True) -> None:
         """Let one thread of a server step the engine from now on, or no longer; until then all other use is refused.
 
         Raises UsageError while requests are unfinished: the server's steps would take their outputs.
         """
-        with self._exclusive() if lent else self._lock:
-            if lent and self.engine.busy:
-                raise UsageError("the model has unfinished requests: serve it when they have ended")
-            self._lent = lent
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Exclusive use of the engine by this thread. At the end, the requests of ended runs are cancelled.
-
-        They are cancelled here because an abandoned stream ends when Python collects garbage, possibly during a step
-        of the same thread.
-        """
-        if self._forked:
-            raise UsageError(
-                "the model was loaded before the process forked, and threads do not come along: load it here"
-            )
-        with self._lock:
-            if self._lent:
-                raise UsageError("a server uses this model: ask the server, or end it first")
-            if self._locked:
-                yield
-                return
-            self._locked = True
-            try:
-                yield
-            finally:
-                while self._ended:
-                    for samples in self._ended.pop().samples:
-                        for request in samples.requests:
-                            self._owner.pop(request.id, None)
-                            self.engine.cancel(request)
-                self._locked = False
-
-    @property
-    def _forked(self) -> bool:
-        """Whether this process is a fork of the one that loaded the model, and lacks the model's threads or its GPU.
-
-        Waiting for them would never end. A model that computes only in its caller's thread works in a fork, too.
-        """
-        return os.getpid() != self._process and self.threads != 1
-
-    def _step(self) -> None:
-        """Run one step of the engine, and mark the prompts that have grown in their runs (any thread's)."""
-        if not self._close.alive:  # rounds of drafts would use freed memory
-            raise UsageError("the model is closed: load it again")
-        for request in self.engine.step():
-            if request.id in self._owner:
-                run, number = self._owner[request.id]
-                run.grown.add(number)
+        self._shared.lend(lent)
 
     def end_at(self, tokens: Iterable[int]) -> None:
         """Let these tokens end a text, too. `load` does so for the tokenizer's own, and chats for their template's."""
@@ -307,7 +222,7 @@ class LLM:
         if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
             raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}")
         result = torch.empty((len(rows), len(rows[0]), self.vocab_size), dtype=torch.float32)
-        with self._exclusive():
+        with self._shared.exclusive():
             for index, start, values in self.engine.forward(rows, chunk or self.executor.limits.max_tokens):
                 result[index, start : start + len(values)] = torch.from_numpy(values)
         return result
@@ -321,14 +236,14 @@ class LLM:
     ) -> Evaluation:
         """Perplexity on a JSONL file (one {"text": …} a line) or a list of texts; see `runtime.evaluate`."""
         tokenizer, bos = self._prompts.tokenizer, self.bos_token_id
-        with self._exclusive():
+        with self._shared.exclusive():
             return perplexity(self.engine, tokenizer, bos, documents, window, progress, max_windows)
 
     def close(self) -> None:
         """End the threads and free the memory. The model cannot be used afterwards."""
-        if self._forked:
+        if self._shared.forked:
             return  # the memory is the parent's, and a lock that one of its threads held is never released
-        with self._exclusive():
+        with self._shared.exclusive():
             self._close()
             self._keep = None
 
@@ -337,16 +252,6 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class _Run:
-    """One call of `generate` or `stream`. Several may be active; each runs steps when it is asked for more output."""
-
-    def __init__(self) -> None:
-        self.samples: list[PromptSamples] = []
-        """The samples of each prompt."""
-        self.grown: set[int] = set()
-        """Numbers of the prompts with new tokens since they were last handled, in steps of any run."""
 
 
 def _close_all(target: StepExecutor, drafter: Drafter | None) -> None:

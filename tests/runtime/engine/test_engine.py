@@ -351,7 +351,7 @@ def test_what_ends_in_steps_of_another_stream_is_given() -> None:
     for at in (0, 1):
         last = [pair[at] for pair in pairs if pair[at]][-1]
         assert last.finished and last.outputs[0].token_ids == reference_greedy([3 + at], 200, eos=None)
-    assert not llm.engine.busy and llm.engine.pool.used == 0 and not llm._owner
+    assert not llm.engine.busy and llm.engine.pool.used == 0 and llm._shared.idle
 
 
 def test_a_stream_may_be_collected_in_the_midst_of_a_step() -> None:
@@ -371,11 +371,11 @@ def test_a_stream_may_be_collected_in_the_midst_of_a_step() -> None:
     del forgotten
     output = llm.generate([[9]], temperature=0, max_tokens=9, ignore_eos=True)[0].outputs[0]
     assert output.token_ids == reference_greedy([9], 9, eos=None)
-    assert free[0] < llm.engine.pool.total and llm.engine.pool.used == 0 and not llm._owner
+    assert free[0] < llm.engine.pool.total and llm.engine.pool.used == 0 and llm._shared.idle
     lasting = llm.stream([[7, 8]], temperature=0, max_tokens=50, ignore_eos=True)
     next(lasting)
     lasting = iter(())
-    assert not llm.engine.busy and not llm._owner  # at once where no step is under way
+    assert not llm.engine.busy and llm._shared.idle  # at once where no step is under way
 
 
 def test_pure_greedy_decoding_runs_in_multi_step_decodes() -> None:
