@@ -24,7 +24,6 @@ from qcompile.runtime.evaluate import Evaluation, perplexity
 from qcompile.runtime.options import MAX_BATCH
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.prompts import CheckedPrompt, PromptReader
-from qcompile.runtime.sampling.masks import GrammarState
 from qcompile.runtime.sampling.sampling import SamplingParams, plain_number
 from qcompile.runtime.sampling.supported import check_supported
 from qcompile.runtime.sharing import SharedEngine
@@ -159,7 +158,7 @@ class LLM:
         params_of_each = params_for(len(listed), params, options)
         for one in params_of_each:
             self.check(one)
-            self.grammar(one)
+            self.engine.grammars.compile(one.structure)
         pairs = zip(listed, params_of_each, strict=True)
         return [self._prompts.read(prompt, one) for prompt, one in pairs], params_of_each
 
@@ -183,11 +182,6 @@ class LLM:
     def check(self, params: SamplingParams) -> None:
         """Raise UsageError for parameters that this model does not support."""
         check_supported(params, self.vocab_size, self.tokenizer is not None, self.executor.masks)
-
-    def grammar(self, params: SamplingParams) -> GrammarState | None:
-        """The grammar of the structured outputs, at the start of a text; None without these. The first call for a
-        grammar compiles it. Raises UsageError if that is impossible."""
-        return self.engine.grammars.start(params.structure) if params.structure else None
 
     def encode(self, prompt: object, cut: bool = False, special: bool = True, alone: bool = False) -> list[int]:
         """A prompt's token numbers, checked. With `cut`, a prompt that is too long loses its start. Raises UsageError.

@@ -15,7 +15,7 @@ from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.prompts import CheckedPrompt
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.grammars import Grammars
-from qcompile.runtime.sampling.masks import GrammarState
+from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.sampling import FloatArray, SamplingParams
 from qcompile.runtime.step import StepExecutor
 
@@ -34,7 +34,7 @@ class Stepping(Protocol):
         params: SamplingParams,
         index: int = 0,
         embeds: FloatArray | None = None,
-        grammar: GrammarState | None = None,
+        grammar: Grammar | None = None,
     ) -> Request: ...
     def cancel(self, request: Request) -> None: ...
     def step(self) -> list[Request]: ...
@@ -88,12 +88,9 @@ class SharedEngine:
                     pass
 
     def _added(self, prompt: CheckedPrompt, params: SamplingParams) -> list[Request]:
-        """The requests of a prompt, queued. Each has a grammar state of its own."""
-        added = []
-        for index in range(params.n):
-            grammar = self._engine.grammars.start(params.structure) if params.structure else None
-            added.append(self._engine.add(prompt.tokens, params, index, prompt.embeds, grammar))
-        return added
+        """The requests of a prompt, queued."""
+        grammar = self._engine.grammars.compile(params.structure)
+        return [self._engine.add(prompt.tokens, params, index, prompt.embeds, grammar) for index in range(params.n)]
 
     def lend(self, lent: bool = True) -> None:
         """As `LLM.lend`."""

@@ -26,7 +26,7 @@ from qcompile.runtime.engine.speculative import Speculation
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.request import PromptReport, Request, RequestSpec, SequenceState, StreamState
 from qcompile.runtime.sampling.grammars import Grammars
-from qcompile.runtime.sampling.masks import GrammarState
+from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.sampling import FloatArray, Sampler, SamplingParams
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
@@ -79,13 +79,13 @@ class Engine:
         params: SamplingParams,
         index: int = 0,
         embeds: FloatArray | None = None,
-        grammar: GrammarState | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """Queue one sample of a checked prompt. The first sample alone (`index` 0) reports the prompt.
 
         embeds: the prompt's embeddings [tokens, width], whose tokens have no meaning then. grammar: that of the
-        parameters' structured outputs, at the start of a text (`grammars`). The prompt has at least one token. The
-        context has room for one token more, unless params.max_tokens is 0.
+        parameters' structured outputs (`grammars`). The prompt has at least one token. The context has room for one
+        token more, unless params.max_tokens is 0.
         """
         assert (grammar is None) == (params.structure is None)
         reports_prompt = params.prompt_logprobs is not None and index == 0
@@ -98,7 +98,7 @@ class Engine:
             spec=RequestSpec(self._next_id, len(prompt), min(wanted, self.context), params),
             sequence=SequenceState(list(prompt), embeds=embeds),
             prompt_report=report,
-            sampler=Sampler(params, index, known, self.executor.limits.vocab, grammar),
+            sampler=Sampler(params, index, known, self.executor.limits.vocab, grammar and grammar.start()),
             output=CompletionOutput(index),
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             stream=StreamState(self._detokenizer(known, params), self._marks(params)),

@@ -7,11 +7,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from qcompile.errors import ResourceError, UsageError, shown
 from qcompile.runtime.detokenizer import BROKEN, spelled
-from qcompile.runtime.sampling.masks import GrammarState, first_line
+from qcompile.runtime.sampling.masks import Grammar, first_line
 from qcompile.runtime.sampling.structured import Source, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]) -> None:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, frozenset(eos)
-        self._kept: OrderedDict[Source, Any] = OrderedDict()
+        self._kept: OrderedDict[Source, Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._guide: Any = None
-        self._worker = ThreadPoolExecutor(1, "qcompile-grammars")
+        self._worker = ThreadPoolExecutor(2, "qcompile-grammars")
 
     def end_at(self, eos: frozenset[int]) -> None:
         """Let these tokens end a text from now on."""
@@ -47,32 +47,37 @@ class Grammars:
             self._eos, self._guide = eos, None
             self._kept.clear()
 
-    def start(self, asked: StructuredOutputsParams) -> GrammarState:
-        """A grammar at the start of a text. Raises UsageError if it cannot be compiled."""
+    @overload
+    def compile(self, asked: None) -> None: ...
+
+    @overload
+    def compile(self, asked: StructuredOutputsParams) -> Grammar: ...
+
+    def compile(self, asked: StructuredOutputsParams | None) -> Grammar | None:
+        """The grammar of structured outputs; None without these. Raises UsageError if it cannot be compiled."""
+        if asked is None:
+            return None
         source = asked.source
         with self._lock:
-            if (matcher := self._kept.get(source)) is not None:
+            if grammar := self._kept.get(source):
                 self._kept.move_to_end(source)
-        if matcher is None:
-            matcher = self._compiled(source)
-        return GrammarState(matcher.deep_copy(), self._eos)
-
-    def _compiled(self, source: Source) -> Any:
-        with self._lock:
+                return grammar
             if self._guide is None:
                 self._guide = self._new_guide()
-        work = self._worker.submit(_matcher, self._guide, source)
+            guide, eos = self._guide, self._eos
         try:
-            matcher = work.result(_MOST_SECONDS)
+            matcher = self._worker.submit(_matcher, guide, source).result(_MOST_SECONDS)
         except TimeoutError:
             raise UsageError(f"structured_outputs.{source.kind} takes too long to compile: simplify it") from None
         if matcher.is_error():
             raise UsageError(f"structured_outputs.{source.kind} cannot be compiled: {first_line(matcher.get_error())}")
+        grammar = Grammar(matcher, eos)
         with self._lock:
-            self._kept[source] = matcher
+            if eos == self._eos:
+                self._kept[source] = grammar
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
-        return matcher
+        return grammar
 
     def _new_guide(self) -> Any:
         """llguidance's tokenizer. Raises UsageError if there is none that decodes as the model's own."""

@@ -29,6 +29,17 @@ class Masks(NamedTuple):
     ahead: Sequence[int] = ()
 
 
+class Grammar(NamedTuple):
+    """A compiled grammar. matcher: llguidance's, at the start of a text. eos: the tokens that end a text."""
+
+    matcher: Any
+    eos: frozenset[int]
+
+    def start(self) -> GrammarState:
+        """The state at the start of a text."""
+        return GrammarState(self.matcher.deep_copy(), self.eos)
+
+
 class GrammarState:
     """Follows a grammar along one text: the tokens that were noted, and for a while those that may come after them.
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from qcompile.errors import UsageError
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.server.structured import StructureFields, asked_structure
 
 MOST_LOGPROBS = 20
 MOST_STOP_CHARACTERS = 4096
@@ -69,12 +70,12 @@ _AS_THEY_ARE = (
 """Fields that SamplingParams has with the same names and values."""
 
 
-class Common(BodyPart):
+class Common(BodyPart, StructureFields):
     """Fields of both kinds of request. Ranges that SamplingParams checks are not repeated here."""
 
     idle = {
         **{"echo": (False,), "suffix": ("",), "min_tokens": (0,)},
-        **{"response_format": ({"type": "text"},), "modalities": (["text"],)},
+        **{"modalities": (["text"],)},
         **{"tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True)},
         **{"function_call": ("none", "auto")},
         **{"reasoning_effort": ("none",), "verbosity": ("medium",), "length_penalty": (1,), "priority": (0,)},
@@ -117,6 +118,7 @@ class Common(BodyPart):
         given = {name: getattr(self, name) for name in _AS_THEY_ARE} | more
         if self.logit_bias:
             given["logit_bias"] = {_token_number(token): bias for token, bias in self.logit_bias.items()}
+        given["structured_outputs"] = asked_structure(self)
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     @property

@@ -278,7 +278,10 @@ class _Handlers:
             params.check_streamed()
         self._service.admit(len(prompts) * params.generated.n, params)
         tokens = await self._encoded(prompts, special, alone=params.max_tokens == 0)
-        answer = self._service.submit(tokens, params, partial=asked.stream)
+        # Compiled in a thread, as it may take longer than other responses should wait.
+        grammars = self._llm.engine.grammars
+        grammar = await run_in_threadpool(grammars.compile, params.structure) if params.structure else None
+        answer = self._service.submit(tokens, params, asked.stream, grammar)
         if asked.stream:
             events = reply.events(answer, self.metrics.finished, asked.usage_options)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

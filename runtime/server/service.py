@@ -14,6 +14,7 @@ from qcompile.errors import QCompileError, ResourceError, UsageError
 from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.sampling import SamplingParams
 
 _PIECE_SECONDS, _MOST_PIECE_SECONDS = 170e-6, 48e-3
@@ -31,15 +32,16 @@ class BusyError(QCompileError):
 class Job:
     """The prompts of one caller.
 
-    partial: whether the caller wants outputs of unfinished prompts. grown: the newest output of each prompt that the
-    caller has not read yet. A slow reader misses intermediate outputs, but no text, and there is at most one unread
-    output per prompt.
+    partial: whether the caller wants outputs of unfinished prompts. grammar: that of structured outputs. grown: the
+    newest output of each prompt that the caller has not read yet. A slow reader misses intermediate outputs, but no
+    text, and there is at most one unread output per prompt.
     """
 
     prompts: Sequence[list[int]]
     params: SamplingParams
     partial: bool
     loop: asyncio.AbstractEventLoop
+    grammar: Grammar | None = None
     event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is something to read."""
     samples: list[PromptSamples] = field(default_factory=list)
@@ -104,8 +106,15 @@ class Service:
             raise UsageError(f"{count} samples in one request: at most {self.most} may run and wait")
         self.llm.check(params)
 
-    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, partial: bool = False) -> Answer:
-        """Submit `prompts` (tokens from `LLM.encode`). Call it, and iterate over the answer, on an event loop.
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        partial: bool = False,
+        grammar: Grammar | None = None,
+    ) -> Answer:
+        """Submit `prompts` (tokens from `LLM.encode`), with the grammar of structured outputs. Call it, and iterate
+        over the answer, on an event loop.
 
         The answer yields outputs when they finish, or with `partial` whenever they grow. Raises BusyError if the queue
         is full, UsageError for more samples than the queue can hold, ResourceError when the engine has ended.
@@ -114,7 +123,7 @@ class Service:
         self.admit(count, params)
         if (held := sum(self._jobs.values())) + count > self.most:
             raise BusyError(f"{held} samples run or wait already, of at most {self.most}: try again later")
-        job = Job(prompts, params, partial, asyncio.get_running_loop())
+        job = Job(prompts, params, partial, asyncio.get_running_loop(), grammar)
         self._jobs[job] = count
         self._commands.put((self._start, job))
         return Answer(self, job)
@@ -165,7 +174,7 @@ class Service:
     def _start(self, job: Job) -> None:
         engine, params = self.llm.engine, job.params.generated
         for number, tokens in enumerate(job.prompts):
-            requests = [engine.add(tokens, params, index) for index in range(params.n)]
+            requests = [engine.add(tokens, params, index, grammar=job.grammar) for index in range(params.n)]
             job.samples.append(PromptSamples(number, None, tokens, requests, job.params))
             self._owner.update((request.id, (job, job.samples[-1])) for request in requests)
 

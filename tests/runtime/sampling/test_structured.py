@@ -133,10 +133,10 @@ def test_a_state_goes_back_after_drafts() -> None:
     made = Grammars(byte_tokenizer(), VOCAB, [EOS])
     asked = StructuredOutputsParams(json=SCHEMA)
     text: list[int] = []
-    state, seen = made.start(asked), set()
+    state, seen = made.compile(asked).start(), set()
     for _ in range(300):
         ahead: list[int] = []
-        fresh = made.start(asked)
+        fresh = made.compile(asked).start()
         for token in text:
             fresh.note(token)
         for _ in range(int(random.integers(0, 5))):
@@ -157,7 +157,7 @@ def test_a_state_goes_back_after_drafts() -> None:
         for token in kept:
             state.note(token)
         text = text + kept if len(text) < 40 else []
-        state = state if text else made.start(asked)
+        state = state if text else made.compile(asked).start()
     assert seen == {True, False}
 
 
@@ -232,7 +232,7 @@ def test_models_that_cannot_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatc
     with fake_llm() as nameless, pytest.raises(UsageError, match="this artifact has no tokenizer"):
         nameless.generate([[5]], params)
     with pytest.raises(UsageError, match="no token that ends a text"):
-        Grammars(byte_tokenizer(), VOCAB, []).start(StructuredOutputsParams(regex="a"))
+        Grammars(byte_tokenizer(), VOCAB, []).compile(StructuredOutputsParams(regex="a"))
     monkeypatch.setattr(grammars, "spelled", lambda tokenizer, token: "other")
     with pytest.raises(
         UsageError, match="not supported with this tokenizer: token 1 is 'other', and b'!' for grammars"
@@ -257,5 +257,5 @@ def test_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "_MOST_KEPT", 2)
     made = Grammars(byte_tokenizer(), VOCAB, [EOS])
     for text in ("a", "b", "a", "c", "a", "b"):
-        made.start(StructuredOutputsParams(regex=text))
+        made.compile(StructuredOutputsParams(regex=text))
     assert [source.text for source in compiled] == ["a", "b", "c", "b"]

@@ -1,0 +1,54 @@
+"""Structured outputs in requests: OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_...`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from qcompile.errors import UsageError, shown
+from qcompile.runtime.sampling.structured import StructuredOutputsParams, structured
+
+_WITHOUT_EFFECT = ("whitespace_pattern", "structural_tag", "disable_fallback", "disable_additional_properties")
+"""More fields of vLLM's `structured_outputs`: some clients send them with values that ask for nothing."""
+
+
+class StructureFields(BaseModel):
+    """The fields of a request that ask for structured outputs. At most one may be given."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+def asked_structure(fields: StructureFields) -> StructuredOutputsParams | None:
+    """What the fields ask for; None for any text. Raises UsageError."""
+    given = {name: value for name in StructureFields.model_fields if (value := getattr(fields, name)) is not None}
+    if len(given) > 1:
+        raise UsageError(f"not both {' and '.join([*given][:2])}: give one of them")
+    for name, value in given.items():
+        if name == "response_format":
+            return _of_format(value)
+        if name == "structured_outputs":
+            return structured({n: v for n, v in value.items() if v is not None and (v or n not in _WITHOUT_EFFECT)})
+        return structured({name.removeprefix("guided_"): value})
+    return None
+
+
+def _of_format(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """What a `response_format` asks for."""
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        raise UsageError(f"response_format.type must be text, json_object or json_schema, not {shown(kind)}")
+    described = given.get("json_schema")
+    if not isinstance(described, Mapping) or described.get("schema") is None:
+        raise UsageError("response_format.json_schema must be an object with a schema")
+    return StructuredOutputsParams(json=described["schema"])
