@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -66,17 +66,23 @@ def are_tokens(values: Sequence[Any]) -> bool:
     return all(type(value) is int or isinstance(value, np.integer) for value in values)
 
 
-def params_for(count: int, params: Params, options: dict[str, Any]) -> list[SamplingParams]:
-    """The sampling parameters of each of `count` prompts."""
+def params_for(
+    count: int, params: Params, options: dict[str, Any], defaults: Mapping[str, Any]
+) -> list[SamplingParams]:
+    """The sampling parameters of each of `count` prompts.
+
+    options: fields of SamplingParams in place of `params`. defaults: fields that hold if they are not in `options`.
+    """
     if options:
         if params is not None:
             raise UsageError("give SamplingParams or keywords, not both")
         unknown = [name for name in options if name not in SamplingParams.__dataclass_fields__]
         if unknown:
             raise UsageError(f"unknown sampling option {unknown[0]!r}")
-        params = SamplingParams(**options)
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    if params is None:
+        params = SamplingParams(**{**defaults, **options})
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
         raise UsageError("params must be SamplingParams, or a list of them")
     if len(params) != count:

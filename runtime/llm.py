@@ -69,6 +69,8 @@ class LLM:
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, drafter)
         self._prompts = PromptReader(self.engine)
         self._token_bytes = cache(partial(token_bytes, tokenizer)) if tokenizer else None
+        self.sampling_defaults: dict[str, Any] = {}
+        """Fields of SamplingParams as the checkpoint recommends them, for calls that do not give SamplingParams."""
         self._keep = keep
         self._close = weakref.finalize(self, _close_all, executor, drafter)
         self._shared = SharedEngine(self.engine, self._close)
@@ -155,7 +157,7 @@ class LLM:
         if (prompts is None) == (embeds is None):
             raise UsageError("give prompts, or prompt_embeds instead of them")
         listed = as_list(prompts) if embeds is None else embeddings(embeds)
-        params_of_each = params_for(len(listed), params, options)
+        params_of_each = params_for(len(listed), params, options, self.sampling_defaults)
         for one in params_of_each:
             self.check(one)
             self.engine.grammars.compile(one.structure)

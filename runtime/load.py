@@ -8,6 +8,7 @@ from typing import Any, Literal
 from qcompile.artifact.reader import read_checked_manifest, state
 from qcompile.errors import ArtifactError
 from qcompile.runtime.devices import open_model
+from qcompile.runtime.generation_config import sampling_defaults
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import MAX_BATCH, LoadOptions
 from qcompile.runtime.special_tokens import end_tokens
@@ -15,7 +16,7 @@ from qcompile.runtime.speculation.controller import GammaController
 from qcompile.runtime.speculation.costs import SpeculationPrior
 
 
-def load(
+def load(  # parameters: the options of loading, by name
     path: str | Path,
     threads: int | None = None,
     max_batch: int = MAX_BATCH,
@@ -24,6 +25,7 @@ def load(
     acceptance: Literal["drawn", "rejection"] = "drawn",
     gpu_memory_utilization: float = 0.9,
     prefix_caching: bool = True,
+    generation_config: Literal["auto", "none"] = "auto",
 ) -> LLM:
     """Verify the artifact at `path`, load it, and start its threads.
 
@@ -39,6 +41,8 @@ def load(
     prefix_caching: whether a prompt that begins like an earlier one reuses its keys and values, which changes no bit of
     an output. A hierarchical cache is reused only where a request continues a whole earlier text. On a CPU, unless
     kv_cache_bytes is given, at most a quarter of the cache is kept for reuse.
+    generation_config: "auto" takes defaults of sampling parameters from the checkpoint's generation_config.json
+    (`LLM.sampling_defaults`), "none" ignores that file.
 
     Raises ArtifactError (the artifact is damaged, or built for another CPU), ResourceError (memory), UsageError.
     """
@@ -62,6 +66,8 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
     llm = LLM(
         opened.executor, manifest, opened.tokenizer, options.max_batch, opened.drafter, opened.artifact, most_cached
     )
+    if options.generation_config == "auto":
+        llm.sampling_defaults = sampling_defaults(Path(path), manifest["files"])
     llm.end_at(end_tokens(Path(path), manifest["files"], opened.tokenizer))
     return _speculating(llm, options) if llm.engine.speculation.drafter else llm
 

@@ -28,6 +28,7 @@ class LoadOptions:
     acceptance: str = "drawn"
     gpu_memory_utilization: float = 0.9
     prefix_caching: bool = True
+    generation_config: str = "auto"
 
     @staticmethod
     def of(given: dict[str, Any]) -> LoadOptions:
@@ -72,3 +73,5 @@ class LoadOptions:
             raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
         if not isinstance(self.prefix_caching, bool):
             raise UsageError(f"prefix_caching must be True or False, not {self.prefix_caching!r}")
+        if self.generation_config not in ("auto", "none"):
+            raise UsageError(f"generation_config must be auto or none, not {self.generation_config!r}")

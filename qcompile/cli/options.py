@@ -209,8 +209,11 @@ class Loading:
         return qcompile.load(path, **self.arguments() | more)
 
     def arguments(self) -> dict[str, Any]:
-        """The options as `qcompile.load` takes them."""
-        return asdict(self)
+        """The options as `qcompile.load` takes them.
+
+        These commands give all sampling parameters themselves: the checkpoint's defaults have no effect.
+        """
+        return {"generation_config": "none"} | asdict(self)
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,14 @@ class ServedLoading(DraftedLoading):
             help="Whether prompts that begin like earlier ones go on from their KV cache.",
         ),
     ] = True
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            "--generation-config",
+            metavar="auto|none",
+            help="auto: requests sample as the checkpoint's generation_config.json recommends, unless they say how.",
+        ),
+    ] = "auto"
 
 
 def _drafted(gamma: str) -> int | str:

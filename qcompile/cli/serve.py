@@ -37,6 +37,9 @@ def serve(out: Artifact, serving: Serving, loading: ServedLoading, json: Json = 
             console.heed_interrupts()
             if json:
                 console.print_json_line({"url": url, "model": name, "context": llm.context, "max_batch": max_batch})
+            if llm.sampling_defaults:
+                found = ", ".join(f"{option} {value}" for option, value in llm.sampling_defaults.items())
+                console.log(f"qcompile: defaults of generation_config.json: {found} (--generation-config)")
             console.log(f"qcompile: {name} answers at {url} (Ctrl-C ends)")
 
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server

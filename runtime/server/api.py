@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -110,8 +110,11 @@ class Common(BodyPart, StructureFields):
     service_tier: str | None = None
     """Concerns OpenAI's own service, like the field before it: nothing is stored here, and there is one tier."""
 
-    def sampling(self, **more: Any) -> SamplingParams:
-        """The sampling parameters; fields that were not given have SamplingParams' defaults. Raises UsageError."""
+    def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """The sampling parameters. Raises UsageError.
+
+        Fields that were not given have the values in `defaults`, or else SamplingParams' own.
+        """
         length = len("".join(self.stop or ()))
         if length > MOST_STOP_CHARACTERS:
             raise UsageError(f"stop has {length} characters in all, of at most {MOST_STOP_CHARACTERS}")
@@ -119,7 +122,7 @@ class Common(BodyPart, StructureFields):
         if self.logit_bias:
             given["logit_bias"] = {_token_number(token): bias for token, bias in self.logit_bias.items()}
         given["structured_outputs"] = asked_structure(self)
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
     @property
     def usage_options(self) -> StreamOptions:
@@ -143,15 +146,15 @@ class CompletionRequest(Common):
             return list(given)
         return [given]
 
-    def params(self) -> SamplingParams:
-        """The request's sampling parameters. Raises UsageError."""
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The request's sampling parameters, with defaults as in `sampling`. Raises UsageError."""
         if self.max_tokens == 0 and not self.echo:
             raise UsageError("max_tokens must be at least 1, or echo true for the prompt alone")
         reported = self.logprobs
         if self.max_tokens == 0 and reported is None:
             reported = 0  # the prompt is all that is asked for: it is computed even if nothing of it is reported
         known = reported if self.echo else None
-        return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=known)
+        return self.sampling(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=known)
 
 
 def usage(outputs: Collection[RequestOutput]) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class _Handlers:
 
     async def complete(self, asked: api.CompletionRequest, request: Request) -> Response:
         """POST /v1/completions."""
-        params = asked.params()
+        params = asked.params(self._llm.sampling_defaults)
         prompts = asked.prompts()
         echo = Echo(prompts, self._llm.decode) if asked.echo else None
         reply = CompletionReply(self._served.name, params.n, self._llm.token_bytes, echo)
@@ -257,7 +257,7 @@ class _Handlers:
         if self._dialogues is None:
             raise UsageError(f"{self._served.name} has no chat template: use /v1/completions")
         turn = await run_in_threadpool(self._dialogues.turn, asked.dialogue())
-        params = asked.params()
+        params = asked.params(self._llm.sampling_defaults)
         if turn.keeps_special:
             params = replace(params, skip_special_tokens=False)
         reply = ChatReply(self._served.name, params.n, self._llm.token_bytes, asked.top_logprobs or 0, turn)

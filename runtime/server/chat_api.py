@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -150,10 +151,10 @@ class ChatRequest(Common):
             self.chat_template_kwargs or {},
         )
 
-    def params(self) -> SamplingParams:
-        """The request's sampling parameters. Raises UsageError."""
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The request's sampling parameters, with defaults as in `sampling`. Raises UsageError."""
         if self.top_logprobs and not self.logprobs:
             raise UsageError("top_logprobs needs logprobs: true")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        params = self.sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        params = self.sampling(defaults, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
         return SamplingParams(**(vars(params) | {"max_tokens": most}))
