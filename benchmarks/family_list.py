@@ -134,7 +134,7 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
         },
     ),
     ("granitemoeshared", "granitemoeshared", EXPERTS | {"intermediate_size": 96, "shared_intermediate_size": 160}),
-    ("phimoe", "phimoe", EXPERTS | {"intermediate_size": 96}),
+    ("phimoe", "phimoe", EXPERTS | {"intermediate_size": 96, "router_jitter_noise": 0.2}),
     ("flex_olmo", "flex_olmo", EXPERTS | {"intermediate_size": 96}),
     ("gpt_oss", "gpt_oss", EXPERTS | WINDOW | {"intermediate_size": 96} | YARN),
     (
@@ -292,6 +292,11 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
         | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
     ),
     ("gemma4_text, layers of other head sizes", "gemma4_text", GEMMA4),
+    (
+        "gemma4_text, experts",
+        "gemma4_text",
+        GEMMA4 | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 96},
+    ),
     (
         "gemma4_text, keys are values",
         "gemma4_text",

@@ -295,19 +295,22 @@ class Elementwise(Call):
 class Route(Call):
     """A router operator on `width` columns of x, f32 [tokens, ...], from column `x_offset` on.
 
-    softmax: over the columns. top_k: int32 indices of the largest columns, as many as out has. pick: x at the indices
-    in buffer `index`. normalize: x / max(sum of x + `eps`, `floor`). limit_groups: minus infinity outside the `keep`
-    best of `groups` groups of columns, ranked by the sum of their `count` largest.
+    softmax: over the columns. top_k: int32 indices of the largest columns, as many as out has. pick: x, or the weight
+    `table` if x is None, at the indices in buffer `index`. near_share: the operator, of indices and `tolerance`.
+    normalize: x / max(sum of x + `eps`, `floor`). limit_groups: minus infinity outside the `keep` best of `groups`
+    groups of columns, ranked by the sum of their `count` largest.
     """
 
     kernel: ClassVar[str] = "route"
     read_fields: ClassVar[tuple[str, ...]] = ("x", "index")
-    kind: Literal["softmax", "top_k", "pick", "normalize", "limit_groups"]
-    x: str
+    kind: Literal["softmax", "top_k", "pick", "near_share", "normalize", "limit_groups"]
+    x: str | None
     out: str
     width: int
     x_offset: int = 0
     index: str | None = None
+    table: str | None = None
+    tolerance: float = 0.0
     eps: float = 0.0
     floor: float = 0.0
     groups: int = 0

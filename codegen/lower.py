@@ -317,16 +317,17 @@ def _binary(low: Lowering, node: fx.Node) -> Call:
 
 def _route(low: Lowering, node: fx.Node) -> Call:
     given, kind = ops.named(node), cast(Any, ops.name_of(node.target))
-    x, index = given["x"], given.get("index")
+    x, index, stored = given["x"], given.get("index"), low.graph.is_weight(given["x"])
     return Route(
         node.name,
         kind,
-        x=low.buffer(x, whole=False),
+        x=None if stored else low.buffer(x, whole=False),
         out=low.buffer(node),
         width=x.meta["val"].shape[-1],
-        x_offset=low.column(x),
+        x_offset=0 if stored else low.column(x),
         index=None if index is None else low.buffer(index),
-        **{name: given[name] for name in ("eps", "floor", "groups", "keep", "count") if name in given},
+        table=low.vector(x) if stored else None,
+        **{name: given[name] for name in ("eps", "floor", "groups", "keep", "count", "tolerance") if name in given},
     )
 
 
@@ -399,7 +400,7 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "mul": _binary,
     "clamp": _clamp,
     "shift": _shift,
-    **dict.fromkeys(("softmax", "top_k", "pick", "normalize", "limit_groups"), _route),
+    **dict.fromkeys(("softmax", "top_k", "pick", "near_share", "normalize", "limit_groups"), _route),
     "every_expert": _every_expert,
     "expert_gemm": _expert_gemm,
     "combine": _combine,

@@ -195,13 +195,18 @@ class Statements:
         return lines
 
     def _route(self, c: Route, _: int) -> list[str]:
-        x = self.program.buffer(c.x)
-        where = f"{self.mine(c.out)}, {ident(c.x)} + {c.x_offset}, {x.stride}"
+        if c.x is None:
+            where = f"{self.mine(c.out)}, {self.weight(c.table)}, 0"
+        else:
+            where = f"{self.mine(c.out)}, {ident(c.x)} + {c.x_offset}, {self.program.buffer(c.x).stride}"
         out = self.program.buffer(c.out)
         if c.kind == "top_k":
             return [f"top_k({where}, {c.width}, {out.width}, {ident(c.out)});"]
         if c.kind == "pick":
             return [f"pick({where}, {ident(str(c.index))}, {out.width}, {ident(c.out)});"]
+        if c.kind == "near_share":
+            chosen = f"{ident(str(c.index))}, {out.width}, {f32(c.tolerance)}"
+            return [f"near_share({where}, {c.width}, {chosen}, {ident(c.out)});"]
         name = {"softmax": "softmax_rows"}.get(c.kind, c.kind)
         given = {"normalize": (f32(c.eps), f32(c.floor)), "limit_groups": (str(c.groups), str(c.keep), str(c.count))}
         numbers = given.get(c.kind, ())

@@ -76,6 +76,7 @@ class RouteStep:
     groups: int = 0
     keep: int = 0
     count: int = 0
+    tolerance: float = 0.0
     x: int | None = None
     index: int | None = None
     x_stride: int = 0
@@ -110,7 +111,8 @@ class RouteSpec:
         arguments = []
         for number, step in enumerate(self.steps):
             arguments += [Argument(f"x{number}", "*fp32")] * (step.x is None)
-            arguments += [Argument(f"index{number}", "*i32")] * (step.kind == "pick" and step.index is None)
+            indexed = step.kind in ("pick", "near_share")
+            arguments += [Argument(f"index{number}", "*i32")] * (indexed and step.index is None)
             kind = "*i32" if step.kind == "top_k" else "*fp32"
             arguments += [Argument(f"out{number}", kind)] * (step.out_stride > 0)
         return tuple(arguments)

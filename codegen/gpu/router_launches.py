@@ -37,7 +37,7 @@ def route_chain(context: PlanContext, c: fused.RouteChain) -> Iterator[Launch]:
     steps: list[RouteStep] = []
     args: Operands = {}
     for place, (step, stored) in enumerate(zip(c.steps, c.stored, strict=True)):
-        x, out = context.buffer(step.x), context.buffer(step.out)
+        stride, out = context.buffer(step.x).stride if step.x else 0, context.buffer(step.out)
         index = None if step.index is None else context.buffer(step.index)
         steps.append(
             RouteStep(
@@ -49,14 +49,17 @@ def route_chain(context: PlanContext, c: fused.RouteChain) -> Iterator[Launch]:
                 groups=step.groups,
                 keep=step.keep,
                 count=step.count,
-                x=made.get(step.x),
+                tolerance=step.tolerance,
+                x=made.get(step.x) if step.x else None,
                 index=None if step.index is None else made.get(step.index),
-                x_stride=x.stride,
+                x_stride=stride,
                 index_stride=index.stride if index else 0,
                 out_stride=out.stride if stored else 0,
             )
         )
-        args[f"x{place}"] = context.ref(step.x, column=step.x_offset)
+        args |= weight_refs(**{f"x{place}": step.table})
+        if step.x:
+            args[f"x{place}"] = context.ref(step.x, column=step.x_offset)
         args[f"out{place}"] = context.ref(step.out)
         if step.index is not None:
             args[f"index{place}"] = context.ref(step.index)

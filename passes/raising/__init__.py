@@ -30,8 +30,8 @@ For an ATen operator that is missing, or for another way to write a known operat
 
 1. Write the handler in the file of its concept: layout, selection, concatenation, memory (copies and views);
    embeddings, positions, rotary, lengths, complex_numbers (functions of the position); elementwise, activations, norms,
-   linear; attention, written_attention, masks; recurrent; routers, experts, scattered. A pattern is recognized from its
-   last operator, with `is_call`, `strip` and `both_orders` of nodes.py.
+   linear; attention, written_attention, masks; recurrent; routers, one_by_one, experts, scattered. A pattern is
+   recognized from its last operator, with `is_call`, `strip` and `both_orders` of nodes.py.
 2. Add it to the line of its operator in `HANDLERS`: special cases first, the general rule last.
 3. Test in tests/passes/raising/ that a module with it has the same logits and the expected operators, and that similar
    modules which differ in one point (another factor, order or dimension) are refused or right (test_near_misses.py).
@@ -60,6 +60,7 @@ from qcompile.passes.raising import (
     linear,
     memory,
     norms,
+    one_by_one,
     positions,
     recurrent,
     routers,
@@ -89,7 +90,7 @@ _MATMUL: tuple[Handler, ...] = (
     positions.outer_matmul,
     written_attention.written_attention,
 )
-_CAT: tuple[Handler, ...] = (norms.norms_of_heads, concatenation.cat, concatenation.cat_several)
+_CAT: tuple[Handler, ...] = (norms.norms_of_heads, one_by_one.join_slots, concatenation.cat, concatenation.cat_several)
 
 HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     # copies and casts
@@ -213,14 +214,14 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "qcompile::causal_conv": (recurrent.causal_conv,),
     "qcompile::linear_recurrence": (recurrent.linear_recurrence,),
     # experts
-    "_softmax": (routers.softmax,),
+    "_softmax": (one_by_one.shares, routers.softmax),
     "amax": (routers.best, lengths.largest_position),
     "argmax": (routers.best,),
-    "gather": (routers.pick, embeddings.gather_rows),
-    "masked_fill": (routers.limit_groups,),
-    "max": (routers.best, lengths.largest_position),
-    "scatter": (scattered.scatter,),
-    "softmax": (routers.softmax,),
+    "gather": (one_by_one.share_of_best, routers.pick, embeddings.gather_rows),
+    "masked_fill": (routers.limit_groups, one_by_one.hide_far),
+    "max": (one_by_one.best_left, routers.best, lengths.largest_position),
+    "scatter": (scattered.scatter, one_by_one.hide_chosen),
+    "softmax": (one_by_one.shares, routers.softmax),
     "sum": (scattered.sum_experts, experts.sum_slots),
     "topk": (routers.topk,),
 }

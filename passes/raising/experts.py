@@ -59,6 +59,8 @@ def chosen_weights(facts: Facts, build: Builder, node: fx.Node, a: Arguments) ->
     index = facts.plain(a.indices[0])
     if operator_of(index) != "top_k" or index is None:
         return None
+    if len(facts.shape(a.input_)) == 1 and (choice := choice_of(index)) is not None:
+        return identity(build.call("pick", build.weight(a.input_), choice), index.dims, index.sizes)
     chosen = choice_of(index)
     pairs = [(PAIRS,)] if index.count > 1 else [("BT",), ("B", "T")]
     if chosen is None or index.dims not in pairs:

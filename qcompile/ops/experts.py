@@ -40,8 +40,25 @@ def every_expert(x: Tensor, experts: int) -> Tensor:
 
 @define(lambda x, index: x.new_empty(index.shape))
 def pick(x: Tensor, index: Tensor) -> Tensor:
-    """x [..., E] at index int64 [..., k] -> [..., k]."""
-    return x.gather(-1, index)
+    """x [..., E], or a weight [E], at index int64 [..., k] -> [..., k]."""
+    return x[index] if x.dim() == 1 else x.gather(-1, index)
+
+
+@define(lambda x, index, tolerance: x.new_empty(index.shape))
+def near_share(x: Tensor, index: Tensor, tolerance: float) -> Tensor:
+    """The share of each slot in a softmax of x [..., E] over those near it -> [..., k].
+
+    `index` [..., k] is a choice of the largest x in descending order. With m = x at a slot, x_i counts if no earlier
+    slot has chosen it and (m - x_i) / max(|x_i|, m) is not more than `tolerance`.
+    """
+    shares, left = [], torch.ones_like(x, dtype=torch.bool)
+    for slot in index.split(1, -1):
+        best = x.gather(-1, slot)
+        far = (best - x) / x.abs().maximum(best) > tolerance
+        total = torch.where(left & ~far, torch.exp(x - best), 0.0).sum(-1, keepdim=True)
+        shares.append(1.0 / total)
+        left = left.scatter(-1, slot, False)
+    return torch.cat(shares, -1)
 
 
 @define(like)

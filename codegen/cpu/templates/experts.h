@@ -53,7 +53,31 @@ QC_NOINLINE void every_expert(Range rows, int experts, float* out) {
   }
 }
 
-// out[t][n] = x[t][index[t][n]]
+// out[t][n] = 1 / sum of exp(x[t][i] - m), m = x[t][index[t][n]], over i that no earlier n has chosen, unless
+// (m - x[t][i]) / max(|x[t][i]|, m) is more than the tolerance.
+QC_NOINLINE void near_share(Range rows, const float* x, int stride, int width, const float* index, int k,
+                            float tolerance, float* out) {
+  const int kp = gemm_kp(k);
+  for (int t = rows.begin; t < rows.end; ++t) {
+    const float* from = x + (int64_t)t * stride;
+    const int32_t* which = (const int32_t*)(index + (int64_t)t * kp);
+    float* to = out + (int64_t)t * kp;
+    for (int n = 0; n < k; ++n) {
+      const float best = from[which[n]];
+      float sum = 0.0f;
+      for (int i = 0; i < width; ++i) {
+        bool taken = false;
+        for (int j = 0; j < n; ++j) taken |= which[j] == i;
+        const float size = from[i] < 0.0f ? -from[i] : from[i], divisor = size > best ? size : best;
+        if (!taken && !((best - from[i]) / divisor > tolerance)) sum += vexp(splat(from[i] - best))[0];
+      }
+      to[n] = 1.0f / sum;
+    }
+    for (int n = k; n < kp; ++n) to[n] = 0.0f;
+  }
+}
+
+// out[t][n] = x[t][index[t][n]]; all rows may read one x, with stride 0
 QC_NOINLINE void pick(Range rows, const float* x, int stride, const float* index, int k, float* out) {
   const int kp = gemm_kp(k);
   for (int t = rows.begin; t < rows.end; ++t) {

@@ -67,7 +67,8 @@ def decoder(
     late = linear(y, "late", experts)  # joined with the other router, so it is some columns of a value
     few = graph.call("top_k", late, 2)
     more = graph.call("expert_linear", y, few, weight("more", experts, hidden, hidden))
-    more = graph.call("combine", more, graph.call("softmax", graph.call("pick", late, few)))
+    share, each = graph.call("near_share", late, few, 0.7), graph.call("pick", weight("each", experts), few)
+    more = graph.call("combine", more, graph.call("softmax", graph.call("mul", share, each)))
     x = graph.call("add", x, graph.call("add", graph.call("add", graph.call("combine", z, factor), more), shared))
     logits = graph.call("scale", graph.call("unary", graph.call("scale", linear(x, "head", vocab), 0.5), "tanh"), 2.0)
     graph.fx.output(logits)

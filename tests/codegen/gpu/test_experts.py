@@ -140,6 +140,20 @@ def interpret_routes() -> None:
     assert torch.equal(out2[numbers, :k].long(), index[numbers]) and (out2[:, k:] == -7).all()
     assert len(set(out2[2, :k].tolist())) == k and out2[2, :k].max() < experts
     assert (out4[numbers, :k] - want[numbers]).abs().max() < 1e-6 and (out4[:, k:] == -7).all()
+    table, plain = torch.randn(experts), torch.randn(rows, experts)
+    plain[0] = -plain[0].abs()
+    plain[1] = plain[2, 5:] = 0.0
+    chosen = ops.op("top_k")(plain, k)
+    mixed = (
+        RouteStep("top_k", experts, k, x_stride=experts),
+        RouteStep("near_share", experts, k, tolerance=0.7, x_stride=experts, index=0, out_stride=4),
+        RouteStep("pick", experts, k, index=0, out_stride=4),  # of one table for all rows
+    )
+    out, other = torch.full((rows, 4), -7.0), torch.full((rows, 4), -7.0)
+    run(RouteSpec(mixed).kernel(80), (rows, 1, 1), plain, plain, out, table, other)
+    share = ops.op("near_share")(plain, chosen, 0.7)
+    assert (out[:, :k] - share).abs().max() < 1e-6 and (out[:, k:] == -7).all() and len(set(share[:, 0].tolist())) > 9
+    assert torch.equal(other[:, :k], table[chosen])
     x[3, :experts] = -x[3, :experts].abs()
     x[4, :3] = torch.tensor([-0.0, 0.0, -0.0])
     x[4, 3:experts] = -1.0

@@ -51,10 +51,10 @@ RIGHT: dict[str, dict[str, Any]] = {
     "apertus": COMMON,  # an activation with its own scalars in each layer
     "hunyuan_v1_dense": COMMON | {"head_dim": 16},  # norms with weights after the rotation
     "ministral3": COMMON | {"head_dim": 16, "rope_parameters": LATENT["rope_parameters"] | SCALED},
+    "phimoe": COMMON | EXPERTS | {"router_jitter_noise": 0.2},  # experts chosen one after another
     "nemotron": COMMON,  # squared ReLU, LayerNorm with 1 + w
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "phimoe": (COMMON | EXPERTS, "PhimoeTopKRouter"),
     "bert": (COMMON | {"is_decoder": False}, "neither causal nor"),
 }
 
