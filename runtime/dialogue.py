@@ -5,17 +5,20 @@ The formats of both follow from the text of the chat template, or are named by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qcompile.errors import UsageError, shown
 from qcompile.runtime.chat import ChatTemplate, Render
+from qcompile.runtime.forced_calls import calls_schema, named_function
 from qcompile.runtime.histories import HistoryStyle, template_messages
 from qcompile.runtime.parsers.formats import ToolFormat, reasoning_tags, tool_format
+from qcompile.runtime.parsers.plain_json import PlainJsonParser
 from qcompile.runtime.parsers.reasoning import ReasoningParser
 from qcompile.runtime.parsers.reply import ReplyParser
 from qcompile.runtime.parsers.tools import DeclaredTools
+from qcompile.runtime.turn import Turn
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,7 +35,8 @@ class Dialogue:
     """What a model is asked: messages, and how to answer, in OpenAI's form.
 
     tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": schema}}`. tool_choice:
-    "auto" or "none". variables: further variables of the template.
+    "auto", "none", "required", or `{"type": "function", "function": {"name": ...}}`. variables: further variables of
+    the template.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -44,23 +48,9 @@ class Dialogue:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def offered(self) -> list[dict[str, Any]]:
+    def offered(self) -> list[Mapping[str, Any]]:
         """The tools that the model may call."""
-        return [] if self.tool_choice == "none" else [dict(tool) for tool in self.tools]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A dialogue as a prompt, and how to read replies.
-
-    parser: makes a parser of one reply. keeps_special: whether replies must be decoded with their special tokens.
-    id_characters: length of the ids of calls; None for any.
-    """
-
-    prompt: str
-    parser: Callable[[], ReplyParser]
-    keeps_special: bool = False
-    id_characters: int | None = None
+        return [] if self.tool_choice == "none" else list(self.tools)
 
 
 class DialogueFormat:
@@ -77,7 +67,7 @@ class DialogueFormat:
         reasoning_parser: str | None = None,
     ) -> None:
         text = template.text if isinstance(template, ChatTemplate) else ""
-        self._template = template
+        self.template = template
         self._calls = tool_format(text, tool_parser)
         whole = self._calls is not None and self._calls.whole
         self._tags = None if whole and reasoning_parser is None else reasoning_tags(text, reasoning_parser)
@@ -93,46 +83,64 @@ class DialogueFormat:
     def turn(self, asked: Dialogue) -> Turn:
         """The prompt of a dialogue, and how to read the replies. Raises UsageError for what the template lacks."""
         tools = asked.offered
-        if asked.tool_choice not in ("auto", "none"):
-            raise UsageError(f"tool_choice {shown(asked.tool_choice)} is not supported: use 'auto' or 'none'")
+        declared = DeclaredTools.of(tools)
         if tools and "tools" not in self._reads:
             raise UsageError("tools: the chat template of this model takes none")
+        if asked.tool_choice not in ("auto", "none"):
+            return self._forced(asked, declared)
         if tools and self._calls is None:
             raise UsageError("tools: the format of this model's calls is unknown: name it (--tool-parser)")
         prompt = self._rendered(asked, self._variables(asked, tools))
         calls = self._calls if tools or self.several_messages else None
         return Turn(
             prompt,
-            lambda: self._parser(prompt, calls, tools, None if asked.parallel_tool_calls else 1),
+            lambda: self._parser(prompt, calls, declared, None if asked.parallel_tool_calls else 1),
             not self._special.isdisjoint(self._marks(calls)),
             calls.id_characters if calls else None,
         )
 
+    def _forced(self, asked: Dialogue, declared: DeclaredTools) -> Turn:
+        """A turn whose reply must call tools: a list of calls as JSON, whatever the model's own format, at once."""
+        tools = asked.offered
+        if not tools:
+            raise UsageError("tool_choice needs tools")
+        name = named_function(asked.tool_choice)
+        schema = calls_schema(tools, name, asked.parallel_tool_calls)
+        silent = dict(asked.variables) | {switch: False for switch in _SWITCHES if switch in self._reads}
+        variables = self._variables(replace(asked, variables=silent, reasoning_effort=None), tools)
+        prompt = self._rendered(asked, variables)
+        characters = self._calls.id_characters if self._calls else None
+        return Turn(
+            prompt,
+            lambda: ReplyParser(calls=PlainJsonParser(declared)),
+            id_characters=characters,
+            schema=schema,
+            named=name is not None,
+        )
+
     @property
     def _reads(self) -> frozenset[str]:
-        return self._template.reads if isinstance(self._template, ChatTemplate) else frozenset()
+        return self.template.reads if isinstance(self.template, ChatTemplate) else frozenset()
 
     def _marks(self, calls: ToolFormat | None) -> list[str]:
         tags = [self._tags.opening, self._tags.closing] if self._tags else []
         return [*tags, *(calls.tokens if calls else ())]
 
-    def _parser(
-        self, prompt: str, calls: ToolFormat | None, tools: Sequence[Mapping[str, Any]], most: int | None
-    ) -> ReplyParser:
+    def _parser(self, prompt: str, calls: ToolFormat | None, tools: DeclaredTools, most: int | None) -> ReplyParser:
         begun = self._tags is not None and prompt.rstrip().endswith(self._tags.opening)
         reasoning = ReasoningParser(self._tags, begun) if self._tags else None
-        return ReplyParser(reasoning, calls.parser(DeclaredTools.of(tools)) if calls else None, most)
+        return ReplyParser(reasoning, calls.parser(tools) if calls else None, most)
 
     def _rendered(self, asked: Dialogue, variables: Mapping[str, Any]) -> str:
         """The prompt. Most templates read the arguments of calls as dictionaries, some as text."""
         messages = template_messages(asked.messages, self._style, as_text=False)
         try:
-            return self._template(messages, **variables)
+            return self.template(messages, **variables)
         except UsageError:
             if not any("tool_calls" in message for message in messages):
                 raise
             try:
-                return self._template(template_messages(asked.messages, self._style, as_text=True), **variables)
+                return self.template(template_messages(asked.messages, self._style, as_text=True), **variables)
             except UsageError:
                 pass
             raise
@@ -166,5 +174,14 @@ class DialogueFormat:
 
     @property
     def _knows_none(self) -> bool:
-        text = self._template.text if isinstance(self._template, ChatTemplate) else ""
+        text = self.template.text if isinstance(self.template, ChatTemplate) else ""
         return "'none'" in text or '"none"' in text
+
+
+def dialogue_format(
+    template: Render | None, tokenizer: Tokenizer | None, tool_parser: str | None, reasoning_parser: str | None
+) -> DialogueFormat:
+    """The format of a model's dialogues. Raises UsageError without a template, and for unknown parsers."""
+    if template is None:
+        raise UsageError("this artifact has no chat template: give prompts to generate instead")
+    return DialogueFormat(template, tokenizer, tool_parser, reasoning_parser)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qcompile.errors import UsageError
+from qcompile.errors import UsageError, shown
 
 Message = dict[str, Any]
 
@@ -39,12 +39,15 @@ class HistoryStyle:
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], style: HistoryStyle, as_text: bool) -> list[Message]:
-    """The messages for a template. Raises UsageError for arguments of a call that are no JSON object.
+    """The messages for a template. Raises UsageError for malformed messages, such as arguments that are no JSON object.
 
     as_text: whether the arguments of calls are given as JSON text instead of as dictionaries.
     """
-    names = {call["id"]: call["function"]["name"] for call in _calls(messages) if "id" in call}
-    written = [_written(place, message, names, style, as_text) for place, message in enumerate(messages)]
+    try:
+        names = {call["id"]: call["function"]["name"] for call in _calls(messages) if "id" in call}
+        written = [_written(place, message, names, style, as_text) for place, message in enumerate(messages)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"a message is not in OpenAI's form: {type(error).__name__} {error}") from error
     return list(_one_call_each(written)) if style.one_call else written
 
 
@@ -58,7 +61,7 @@ def _written(
 ) -> Message:
     given = {name: value for name, value in message.items() if value is not None and value != []}
     calls = given.pop("tool_calls", [])
-    given.setdefault("content", style.missing if calls else "")
+    given["content"] = _text(given.get("content", style.missing if calls else ""))
     if calls:
         given["tool_calls"] = [
             _call(f"messages.{place}.tool_calls.{at}", call, as_text) for at, call in enumerate(calls)
@@ -69,6 +72,16 @@ def _written(
     if style.thinking and "reasoning_content" in given and not (calls and given["content"]):
         given["thinking"] = given["reasoning_content"]
     return given
+
+
+def _text(content: Any) -> str | None:
+    """The text of a content: a text, or a list of parts `{"type": "text", "text": ...}`."""
+    if content is None or isinstance(content, str):
+        return content
+    other = next((part["type"] for part in content if part["type"] != "text"), None)
+    if other is not None:
+        raise UsageError(f"a message has a part {shown(other)}: only the text decoder is compiled")
+    return "".join(part["text"] for part in content)
 
 
 def _call(place: str, call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -18,6 +18,9 @@ from qcompile.runtime.arguments import (
     params_for,
     token_rows,
 )
+from qcompile.runtime.chat import Render, closing_tokens
+from qcompile.runtime.chats import Conversation, conversations_of, with_messages
+from qcompile.runtime.dialogue import Dialogue, dialogue_format
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
 from qcompile.runtime.evaluate import Evaluation, perplexity
@@ -67,6 +70,8 @@ class LLM:
             remember = 0  # the states after a cached page are not kept
         pool = BlockPool(total, limits.page_tokens, limits.ring_tokens, total if remember is None else remember)
         self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, drafter)
+        self.template: Render | None = None
+        """The chat template, if the artifact has one."""
         self._prompts = PromptReader(self.engine)
         self._token_bytes = cache(partial(token_bytes, tokenizer)) if tokenizer else None
         self.sampling_defaults: dict[str, Any] = {}
@@ -149,6 +154,43 @@ class LLM:
         for one in params_of_each:
             one.check_streamed()
         return self._run(checked, params_of_each, partial=True)
+
+    def chat(  # parameters: names of OpenAI's API, of which most calls give few
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        stream: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: Any = "auto",
+        parallel_tool_calls: bool = True,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        reasoning_effort: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        **options: Any,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """Reply to a conversation, or to each of several: lists of messages in OpenAI's form.
+
+        Returns what `generate` does, with `outputs[i].message`: the reply's `content`, `reasoning_content` and
+        `tool_calls`. Options are those of /v1/chat/completions; without params or keywords, a reply may be as long as
+        the context. tool_parser, reasoning_parser: formats by name (docs/serving.md), by default those of the chat
+        template. Raises UsageError as `generate` does, and if the model has no chat template or it takes no such
+        conversation.
+        """
+        form = dialogue_format(self.template, self.tokenizer, tool_parser, reasoning_parser)
+        self.end_at(closing_tokens(form.template, self.tokenizer))
+        variables = chat_template_kwargs or {}
+        asked = (tools, tool_choice, parallel_tool_calls, documents, reasoning_effort, variables)
+        turns = [form.turn(Dialogue(each, *asked)) for each in conversations_of(messages)]
+        options = options if params is not None else {"max_tokens": None} | options
+        given = zip(turns, params_for(len(turns), params, options, self.sampling_defaults), strict=True)
+        params_of_each = [turn.params(one) for turn, one in given]
+        prompts = [self.encode(turn.prompt, special=False) for turn in turns]
+        if stream:
+            return with_messages(turns, self.stream(prompts, params_of_each))
+        return list(with_messages(turns, self.generate(prompts, params_of_each)))
 
     def _checked(
         self, prompts: Any, embeds: EmbeddedPrompts, params: Params, options: dict[str, Any]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from qcompile.artifact.reader import read_checked_manifest, state
 from qcompile.errors import ArtifactError
+from qcompile.runtime.chat import chat_template
 from qcompile.runtime.devices import open_model
 from qcompile.runtime.generation_config import sampling_defaults
 from qcompile.runtime.llm import LLM
@@ -69,6 +70,7 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
     if options.generation_config == "auto":
         llm.sampling_defaults = sampling_defaults(Path(path), manifest["files"])
     llm.end_at(end_tokens(Path(path), manifest["files"], opened.tokenizer))
+    llm.template = chat_template(Path(path), manifest["files"])
     return _speculating(llm, options) if llm.engine.speculation.drafter else llm
 
 

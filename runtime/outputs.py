@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from qcompile.runtime.sampling.logprobs import Logprob
 
@@ -14,7 +15,8 @@ class CompletionOutput:
 
     finish_reason: 'stop' (end of text or a stop text), 'length', 'abort', 'error' (logits are not finite), or None
     while the sample runs. stop_reason: the stop text, or the token of stop_token_ids, that ended the sample. new_text:
-    in a stream, the text added since the previous output.
+    in a stream, the text added since the previous output. message: of `LLM.chat`, the assistant's message in OpenAI's
+    form, as far as it has come.
     """
 
     index: int
@@ -25,6 +27,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     new_text: str = ""
+    message: dict[str, Any] | None = None
 
     def add_logprobs(self, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> None:
         """Append the log probabilities of tokens."""

@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from qcompile.runtime.parsers.call_parser import CallParser
 from qcompile.runtime.parsers.incremental import MalformedError, Steps
+from qcompile.runtime.parsers.json_values import has_surrogates, parsed
 
 _MOST_DEPTH = 100
 _DIGITS, _HEXADECIMAL, _ESCAPES = "0123456789", "0123456789abcdefABCDEF", '"\\/bfnrt'
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "type", "id", *_ARGUMENTS)
-
-
-def parsed(text: str) -> Any:
-    """The value of a JSON text. Raises MalformedError if it is none."""
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise MalformedError from error
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def written(value: Any) -> str:
-    """A value as JSON that can be sent: half of a surrogate pair is escaped."""
-    text = json.dumps(value, ensure_ascii=False)
-    return json.dumps(value) if has_surrogates(text) else text
-
-
-def has_surrogates(text: str) -> bool:
-    """Whether a text has halves of surrogate pairs, which cannot be sent as UTF-8."""
-    return any("\ud800" <= char <= "\udfff" for char in text)
 
 
 class JsonCallParser(CallParser):

@@ -7,7 +7,7 @@ from typing import Any
 
 from qcompile.runtime.parsers.call_parser import CallParser
 from qcompile.runtime.parsers.incremental import MalformedError, Steps
-from qcompile.runtime.parsers.json_call import written
+from qcompile.runtime.parsers.json_values import written
 
 _MOST_CHARACTERS = 1 << 16
 _MOST_DEPTH = 50

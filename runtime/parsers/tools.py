@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from qcompile.errors import UsageError, shown
+
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -17,9 +19,22 @@ class DeclaredTools:
 
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]]) -> DeclaredTools:
-        """Tools in OpenAI's form: `{"type": "function", "function": {"name": ..., "parameters": schema}}`."""
-        functions = [tool["function"] for tool in tools]
-        return cls({each["name"]: each.get("parameters") or {} for each in functions})
+        """Tools in OpenAI's form: `{"type": "function", "function": {"name": ..., "parameters": schema}}`.
+
+        Raises UsageError for anything else, and for two tools of one name.
+        """
+        parameters: dict[str, Mapping[str, Any]] = {}
+        for place, tool in enumerate(tools):
+            function = tool.get("function") if isinstance(tool, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            schema = (function.get("parameters") or {}) if isinstance(function, Mapping) else {}
+            if not isinstance(name, str) or not isinstance(schema, Mapping):
+                form = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+                raise UsageError(f"tools.{place} must be {form}, not {shown(tool)}")
+            if name in parameters:
+                raise UsageError(f"tools: {shown(name)} is there twice")
+            parameters[name] = schema
+        return cls(parameters)
 
     def knows(self, name: str) -> bool:
         """Whether there is a tool of this name."""

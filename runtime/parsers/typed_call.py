@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from qcompile.runtime.parsers.call_parser import CallParser
 from qcompile.runtime.parsers.incremental import MalformedError, Steps
-from qcompile.runtime.parsers.json_call import parsed, written
+from qcompile.runtime.parsers.json_values import parsed, written
 from qcompile.runtime.parsers.tools import DeclaredTools
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -257,9 +257,7 @@ class _Handlers:
         if self._dialogues is None:
             raise UsageError(f"{self._served.name} has no chat template: use /v1/completions")
         turn = await run_in_threadpool(self._dialogues.turn, asked.dialogue())
-        params = asked.params(self._llm.sampling_defaults)
-        if turn.keeps_special:
-            params = replace(params, skip_special_tokens=False)
+        params = turn.params(asked.params(self._llm.sampling_defaults))
         reply = ChatReply(self._served.name, params.n, self._llm.token_bytes, asked.top_logprobs or 0, turn)
         return await self._answer(request, asked, [turn.prompt], params, reply, special=False)
 

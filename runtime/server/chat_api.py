@@ -136,9 +136,6 @@ class ChatRequest(Common):
     def dialogue(self) -> Dialogue:
         """What the model is asked. Raises UsageError."""
         tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools or ()]
-        names = [tool["function"]["name"] for tool in tools]
-        if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
-            raise UsageError(f"tools: {shown(twice)} is there twice")
         if not tools and self.tool_choice not in ("auto", "none"):
             raise UsageError("tool_choice needs tools")
         return Dialogue(

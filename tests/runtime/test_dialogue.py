@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from qcompile.errors import UsageError
 from qcompile.runtime.chat import ChatTemplate
 from qcompile.runtime.dialogue import Dialogue, DialogueFormat
+from qcompile.runtime.forced_calls import calls_schema
 from qcompile.runtime.parsers.reply import ParsedReply
+from qcompile.runtime.sampling.sampling import SamplingParams
 from tests.support.conversations import TOOLS
 
 
@@ -116,3 +119,67 @@ def test_reasoning_that_the_prompt_begins_is_known_from_the_prompt() -> None:
 def test_channels_are_read_without_tools_too() -> None:
     found = form("<|channel|><|message|>").turn(Dialogue([])).parser().whole("<|channel|>final<|message|>yes")
     assert found == ParsedReply("yes")
+
+
+def forced(choice: Any, **options: Any) -> Any:
+    return form("{{ tools | length }}{{ enable_thinking }}").turn(Dialogue([], TOOLS, choice, **options))
+
+
+def test_forced_calls_have_a_schema_and_no_reasoning() -> None:
+    turn = forced("required", variables={"enable_thinking": True})
+    assert turn.prompt == f"{len(TOOLS)}False" and not turn.named
+    names = [call["properties"]["name"]["const"] for call in turn.schema["items"]["anyOf"]]
+    assert names == [tool["function"]["name"] for tool in TOOLS] and "maxItems" not in turn.schema
+    assert forced("required", parallel_tool_calls=False).schema["maxItems"] == 1
+    one = forced({"type": "function", "function": {"name": "noop"}})
+    assert one.named and one.schema["maxItems"] == 1 == len(one.schema["items"]["anyOf"])
+    reply = turn.parser().whole('[{"name":"noop","parameters":{"a":1}},{"name":"search","parameters":{}}]')
+    assert [(call.name, call.arguments) for call in reply.calls] == [("noop", '{"a":1}'), ("search", "{}")]
+    params = turn.params(SamplingParams())
+    assert params.structure is not None
+    with pytest.raises(UsageError, match="structured outputs exclude calls"):
+        turn.params(params)
+
+
+def test_references_within_parameters_stay_right() -> None:
+    schema = {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"items": [{"$ref": "#"}], "$ref": 5}}}
+    [found] = calls_schema([{"function": {"name": "f", "parameters": schema}}], None, True)["$defs"].values()
+    assert found["properties"]["a"] == {"$ref": "#/$defs/tool0/$defs/A"}
+    assert found["$defs"]["A"] == {"items": [{"$ref": "#/$defs/tool0"}], "$ref": 5}
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ({"type": "function", "function": {"name": "other"}}, "tool_choice: there is no tool 'other'"),
+        ({"type": "allowed_tools"}, "tool_choice must be 'auto', 'none', 'required' or "),
+        (5, "tool_choice must be 'auto', 'none', 'required' or "),
+    ],
+)
+def test_choices_that_are_none(choice: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=f"^{said}"):
+        forced(choice)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"tools": ["f"]}, "tools.0 must be "),
+        ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "tools.0 must be "),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]},
+            "a message is not in OpenAI's form: KeyE",
+        ),
+        ({"messages": [{"content": "x"}]}, "a message is not in OpenAI's form: KeyError 'role'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a message has a part 'image': "),
+        ({"messages": [{"role": "user", "content": 5}]}, "a message is not in OpenAI's form: TypeError"),
+    ],
+)
+def test_malformed_dialogues(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=f"^{re.escape(said)}"):
+        form("{{ tools }}<tool_call>").turn(Dialogue(**({"messages": []} | asked)))
+
+
+def test_parts_of_text_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert rendered(MESSAGES, [{"role": "user", "content": parts}]) == [{"role": "user", "content": "ab"}]

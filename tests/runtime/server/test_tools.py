@@ -11,8 +11,9 @@ import pytest
 
 from qcompile.runtime.chat import ChatTemplate
 from qcompile.runtime.dialogue import Dialogue, DialogueFormat
+from qcompile.runtime.messages import MessageStream
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from qcompile.runtime.server.chat_replies import ChatReply, message_of
+from qcompile.runtime.server.chat_replies import ChatReply
 from tests.runtime.server.test_server import Client, serving
 from tests.support.conversations import TOOLS
 from tests.support.fake import FakeLibrary, byte_tokenizer, fake_llm, ints
@@ -125,7 +126,9 @@ def test_arguments_come_in_pieces() -> None:
             pieces += any(call["function"]["arguments"] for call in piece["delta"].get("tool_calls", ()))
             assert piece["delta"] and piece["finish_reason"] == ("tool_calls" if end == len(REPLY) else None)
             add(message, piece["delta"])
-    expected = message_of(turn.parser().whole(REPLY), turn)
+    whole = MessageStream(turn)
+    whole.push(REPLY, ended=True)
+    expected = whole.message
     names = [call["function"] for call in expected["tool_calls"]]
     assert [call["function"] for call in message["tool_calls"]] == names
     assert (message["content"], message["reasoning_content"]) == (expected["content"], expected["reasoning_content"])
@@ -186,7 +189,10 @@ def test_a_parser_may_be_named(say: Say) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice 'required' is not supported: use 'auto' or 'none'"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice: structured outputs exclude calls; use 'auto' or 'none'",
+        ),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: 'search' is there twice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: not a name: give "),

@@ -1,0 +1,49 @@
+"""Chats in Python: conversations as prompts, and the messages of their replies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from qcompile.errors import UsageError, shown
+from qcompile.runtime.messages import MessageStream
+from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.turn import Turn
+
+Conversation = Sequence[Mapping[str, Any]]
+
+
+def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation or several, as a list. Raises UsageError for anything else."""
+    single = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
+    listed: Any = [messages] if single else messages
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
+        raise UsageError(f"messages must be a list of messages, or of such lists, not {shown(messages)}")
+    if not all(map(_is_conversation, listed)):
+        raise UsageError("each message must be a dictionary with a role and a content")
+    return list(listed)
+
+
+def _is_conversation(given: object) -> bool:
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        return False
+    return all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in given)
+
+
+def with_messages(turns: Sequence[Turn], outputs: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
+    """The outputs of prompts with their messages. turns: of each prompt."""
+    streams: dict[tuple[int, int], tuple[MessageStream, int]] = {}
+    for output in outputs:
+        turn = turns[output.request_id]
+        output.prompt = turn.prompt
+        for sample in output.outputs:
+            place = output.request_id, sample.index
+            stream, sent = streams.get(place, (None, 0))
+            if stream is None:
+                stream = MessageStream(turn)
+            ended = sample.finish_reason is not None
+            if sent >= 0:
+                stream.push(sample.text[sent:], ended)
+            streams[place] = stream, -1 if ended else len(sample.text)
+            sample.message = stream.message
+        yield output

@@ -1,0 +1,42 @@
+"""A conversation as a prompt, and how to read its replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qcompile.errors import UsageError
+from qcompile.runtime.parsers.reply import ReplyParser
+from qcompile.runtime.sampling.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A dialogue as a prompt, and how to read replies.
+
+    parser: makes a parser of one reply. keeps_special: whether replies must be decoded with their special tokens.
+    id_characters: length of the ids of calls; None for any. schema: the JSON schema of replies, if they must be calls.
+    named: whether the request names the function to call.
+    """
+
+    prompt: str
+    parser: Callable[[], ReplyParser]
+    keeps_special: bool = False
+    id_characters: int | None = None
+    schema: dict[str, Any] | None = None
+    named: bool = False
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """The sampling parameters of a request, with what replies need. Raises UsageError if they exclude it."""
+        if self.keeps_special:
+            params = replace(params, skip_special_tokens=False)
+        if self.schema is None:
+            return params
+        if params.structured_outputs is not None:
+            raise UsageError("tool_choice: structured outputs exclude calls; use 'auto' or 'none'")
+        return replace(params, structured_outputs={"json": self.schema, "disable_any_whitespace": True})
+
+
+PLAIN_TURN = Turn("", ReplyParser)
+"""Replies without anything to find in them."""

@@ -1,0 +1,81 @@
+"""`LLM.chat`: replies as messages, whole and streamed, and calls that a model is forced to make."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from qcompile.errors import UsageError
+from qcompile.runtime.chat import ChatTemplate
+from qcompile.runtime.llm import LLM
+from tests.runtime.server.test_tools import CALL, REPLY, SAID, TEMPLATE, TOKENIZER, Say, say
+from tests.support.conversations import TOOLS
+from tests.support.fake import fake_llm
+
+__all__ = ["say"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    opened = fake_llm(tokenizer=TOKENIZER)
+    opened.template = ChatTemplate({"default": TEMPLATE}, {})
+    return opened
+
+
+def test_a_reply_is_a_message(llm: LLM, say: Say) -> None:
+    say(REPLY)
+    [output] = llm.chat(SAID, temperature=0, tools=TOOLS)
+    sample = output.outputs[0]
+    assert output.prompt == "?" and sample.text == REPLY and sample.finish_reason == "stop"
+    message = sample.message
+    assert (message["content"], message["reasoning_content"]) == ("Sure.", "Let me see.")
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["search", "noop"]
+    alone = llm.chat(SAID, temperature=0)[0].outputs[0].message
+    assert alone["content"] == REPLY.partition("</think>\n\n")[2] and "tool_calls" not in alone
+
+
+def test_a_stream_has_the_message_so_far(llm: LLM, say: Say) -> None:
+    say(CALL)
+    messages = [output.outputs[0].message for output in llm.chat(SAID, temperature=0, tools=TOOLS, stream=True)]
+    arguments = [message["tool_calls"][0]["function"]["arguments"] for message in messages if "tool_calls" in message]
+    assert len({message["tool_calls"][0]["id"] for message in messages if "tool_calls" in message}) == 1
+    assert all(later.startswith(earlier) for earlier, later in pairwise(arguments))
+    assert json.loads(arguments[-1]) == {"path": "a b", "count": 2} and messages[-1]["content"] is None
+
+
+def test_several_conversations_have_replies_in_order(llm: LLM, say: Say) -> None:
+    say("yes")
+    outputs = llm.chat([SAID, SAID], temperature=0)
+    assert [output.outputs[0].message for output in outputs] == [{"role": "assistant", "content": "yes"}] * 2
+
+
+@pytest.mark.parametrize("messages", ["hi", [], [[]], [{"content": "x"}], [5], None])
+def test_what_is_no_conversation(llm: LLM, messages: Any) -> None:
+    with pytest.raises(UsageError, match=r"^(messages must be a list of messages|each message must be a dictionary)"):
+        llm.chat(messages)
+
+
+def test_a_model_without_a_template_does_not_chat(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="has no chat template"):
+        fake_llm(tokenizer=TOKENIZER).chat(SAID)
+    with pytest.raises(UsageError, match="there is no tool-parser 'x'"):
+        llm.chat(SAID, tool_parser="x")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "write_file"}}])
+def test_a_forced_call_is_of_its_schema(choice: Any) -> None:
+    """Whatever the model would say: this one says nothing of sense."""
+    with fake_llm(tokenizer=TOKENIZER) as llm:
+        llm.template = ChatTemplate({"default": TEMPLATE}, {})
+        schema = {"properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"], "additionalProperties": False}
+        schema["$defs"] = {"A": {"enum": [1, 2]}}
+        functions = [{"name": name, "parameters": {"type": "object", **schema}} for name in ("search", "write_file")]
+        tools = [{"type": "function", "function": each} for each in functions]
+        sample = llm.chat(SAID, temperature=0, tools=tools, tool_choice=choice, parallel_tool_calls=False)[0].outputs[0]
+        [call] = sample.message["tool_calls"]
+        assert sample.finish_reason == "stop" and sample.message["content"] is None
+        assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
+        assert call["function"]["name"] == "write_file" or choice == "required"
