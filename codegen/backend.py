@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Event
 
+from qcompile.artifact.describe import MAX_STEP_TOKENS
 from qcompile.codegen.packing import Packing
 from qcompile.codegen.program import Program
 from qcompile.targets import Target
@@ -43,6 +44,7 @@ class Backend:
         for programs without kernels; what it returns takes the time.
     adapt: changes a program to the layout that the target's kernels read.
     check: raises UnsupportedError for programs without kernels, and needs no compiler.
+    most_rows, most_outputs: most rows of a step, and of rows with logits, that kernels take.
     """
 
     suffix: str
@@ -52,3 +54,5 @@ class Backend:
     prepare: Callable[[Programs, Target, bool], CompileFiles]
     adapt: Callable[[Program], Program] = _unchanged
     check: Callable[[Programs, Target], object] = _accept
+    most_rows: int = MAX_STEP_TOKENS
+    most_outputs: int = MAX_STEP_TOKENS

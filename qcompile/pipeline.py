@@ -133,7 +133,8 @@ def build(  # parameters: the public interface, one keyword for each option
     drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes(target))
     backend = backend_of(machine)
     compiler = backend.compiler()  # raises if there is none, before any work
-    kernels = KernelFiles(machine.name, backend.suffix, backend.abi, compiler)
+    sizes = backend.most_rows, backend.most_outputs
+    kernels = KernelFiles(machine.name, backend.suffix, backend.abi, compiler, *sizes)
     with ArtifactWriter(out) as writer, PageWriter() as page:
         planned = _plan(model, schedule, drafting, importing, clock)
         draw_page = page.ask(planned.report)

@@ -59,7 +59,8 @@ def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
     tokenizer = load_tokenizer(root, manifest["files"])
     granted = options.kv_cache_bytes
     wanted = options.gamma != 0, tokenizer, options.prefix_caching
-    executor, drafter = open_cpu(artifact, options.max_batch, granted, threads, *wanted)
+    rows = options.max_num_batched_tokens
+    executor, drafter = open_cpu(artifact, options.max_batch, granted, threads, *wanted, step_rows=rows)
     # Pages that were never used take no memory yet. Unless the caller has granted an amount, most stay unused.
     few = max(executor.kv_pages // 4, executor.limits.pages_for(executor.limits.max_position))
     return OpenedModel(executor, drafter, tokenizer, artifact, None if granted is not None else few)
@@ -70,7 +71,8 @@ def _open_on_gpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
 
     memory = options.kv_cache_bytes, options.gpu_memory_utilization
     tokenizer = load_tokenizer(root, manifest["files"])
-    executor, drafter = open_cuda(root, manifest, options.max_batch, *memory, options.gamma != 0, tokenizer)
+    rows = options.max_num_batched_tokens
+    executor, drafter = open_cuda(root, manifest, options.max_batch, *memory, options.gamma != 0, tokenizer, rows)
     return OpenedModel(executor, drafter, tokenizer)
 
 

@@ -21,6 +21,7 @@ def load(  # parameters: the options of loading, by name
     path: str | Path,
     threads: int | None = None,
     max_batch: int = MAX_BATCH,
+    max_num_batched_tokens: int | None = None,
     kv_cache_bytes: int | None = None,
     gamma: int | Literal["auto"] = "auto",
     acceptance: Literal["drawn", "rejection"] = "drawn",
@@ -32,6 +33,8 @@ def load(  # parameters: the options of loading, by name
 
     threads: CPU threads that compute; default the cores that this process may use; no effect on a GPU.
     max_batch: requests that run at once; others wait.
+    max_num_batched_tokens: most tokens of a step, prompts and running requests together, up to 512 on a CPU and 8,192
+    on a GPU; changes no bit of an output. Default 512 on a CPU, and 2,048 on a GPU, or fewer where its memory is short.
     kv_cache_bytes: default what `max_batch` requests of full context need, but on a CPU at most a quarter of the free
     memory, and on a GPU what `gpu_memory_utilization` leaves. A cache smaller than the context shortens the context.
     gamma: tokens that the artifact's drafts propose per round; "auto" chooses from measurements, 0 turns drafts off.

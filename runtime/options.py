@@ -16,6 +16,10 @@ AUTO = -1
 MAX_BATCH = 16
 """The default of `LoadOptions.max_batch`."""
 
+STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Most tokens of a step by default, by the kind of device; loading takes fewer where a GPU's memory is short. In larger
+steps prompts are hardly faster, and sequences that decode wait longer for them."""
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -23,6 +27,7 @@ class LoadOptions:
 
     threads: int | None = None
     max_batch: int = MAX_BATCH
+    max_num_batched_tokens: int | None = None
     kv_cache_bytes: int | None = None
     gamma: int = AUTO
     acceptance: str = "drawn"
@@ -41,17 +46,24 @@ class LoadOptions:
 
         `runtime` is the section of that name in the artifact's manifest.
         """
-        self._check_batch(runtime["max_tokens"])
+        self._check_batch(runtime.get("max_outputs") or runtime["max_tokens"], runtime["max_tokens"])
         # The manifest calls draft stages "levels": the format of artifacts is stable.
         self._check_drafts(path, bool(runtime.get("levels")))
         self._check_machine()
 
-    def _check_batch(self, most: int) -> None:
+    def _check_batch(self, most: int, most_rows: int) -> None:
         for name, value, more in (("gamma", self.gamma, ' or "auto"'), ("max_batch", self.max_batch, "")):
             if not isinstance(value, int):
                 raise UsageError(f"{name} must be a whole number{more}, not {value!r}")
         if not 1 <= self.max_batch <= most:
             raise UsageError(f"max_batch must be between 1 and {most}, not {self.max_batch}")
+        rows = self.max_num_batched_tokens
+        if not isinstance(rows, int | None):
+            raise UsageError(f"max_num_batched_tokens must be a whole number, not {rows!r}")
+        if rows is not None and not self.max_batch <= rows <= most_rows:
+            raise UsageError(
+                f"max_num_batched_tokens must be between max_batch ({self.max_batch}) and {most_rows}, not {rows}"
+            )
 
     def _check_drafts(self, path: str | Path, has_drafts: bool) -> None:
         if self.gamma != AUTO and not 0 <= self.gamma < MOST_DRAFTS:

@@ -54,7 +54,8 @@ class Limits(NamedTuple):
 
     max_tokens: most rows of a step. vocab: size of the vocabulary. page_tokens: positions of a KV page. max_position:
     most positions of a sequence. ring_tokens: positions of the ring of a hierarchical cache, 0 for other caches.
-    slots: of recurrent states, one for each request that runs at once, on a GPU.
+    slots: of recurrent states, one for each request that runs at once, on a GPU. most_outputs: most rows with logits of
+    a step, which bounds its sequences too; 0 for as many as rows.
     """
 
     max_tokens: int
@@ -63,6 +64,12 @@ class Limits(NamedTuple):
     max_position: int
     ring_tokens: int = 0
     slots: int = 0
+    most_outputs: int = 0
+
+    @property
+    def max_outputs(self) -> int:
+        """Most rows with logits of a step, and most sequences."""
+        return min(self.most_outputs or self.max_tokens, self.max_tokens)
 
     def pages_for(self, tokens: int) -> int:
         """Number of KV pages that `tokens` positions take."""

@@ -18,7 +18,7 @@ from qcompile.codegen.gpu.context import PlanContext, amax_ref, single_launch, w
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.latent_launches import latent_attention
-from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
+from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import CacheRef, CountRef, Grid, GridSize, InputRef, Operands, ScratchRef
 from qcompile.errors import UnsupportedError
 from qcompile.formats.kv import HIER_GROUP
@@ -44,7 +44,7 @@ def _page_args(layer: int) -> Operands:
 def _staging_args(kv: GpuKV) -> Operands:
     """Operands of kernels that access the staging buffer for keys and values of prompts."""
     args: Operands = {name: InputRef(name) for name in ("row_sequence", "query_start")}
-    args["staged"] = ScratchRef("staged", MOST_ROWS * 4 * kv.heads * kv.dim)
+    args["staged"] = ScratchRef("staged", 4 * kv.heads * kv.dim, ("room",))
     return args | {"first_row": CountRef("decoding_tokens")}
 
 

@@ -15,7 +15,7 @@ from qcompile.codegen.gpu.compile import Compiled, compile_all, triton_version
 from qcompile.codegen.gpu.fill import padded_program
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
 from qcompile.codegen.gpu.kernel import Kernel
-from qcompile.codegen.gpu.launches import LaunchPlan
+from qcompile.codegen.gpu.launches import MOST_OUTPUTS, MOST_ROWS, LaunchPlan
 from qcompile.codegen.gpu.plan import kv_of, make_plan
 from qcompile.codegen.gpu.rounds import lookup_launch, round_launches
 from qcompile.codegen.program import Program
@@ -110,5 +110,15 @@ def compiler() -> str:
     return f"triton {triton_version()}"
 
 
-BACKEND = Backend(SUFFIX, GPU_ABI, GPU_PACKING, compiler, prepare, adapt=adapted, check=plan)
+BACKEND = Backend(
+    SUFFIX,
+    GPU_ABI,
+    GPU_PACKING,
+    compiler,
+    prepare,
+    adapt=adapted,
+    check=plan,
+    most_rows=MOST_ROWS,
+    most_outputs=MOST_OUTPUTS,
+)
 """Code generation for NVIDIA GPUs."""

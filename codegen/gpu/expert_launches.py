@@ -29,6 +29,8 @@ SMALL_BLOCK, LARGE_BLOCK = DECODE_TOKENS, 64
 """Slots per program of the grouped GEMM: while an expert gets at most SMALL_BLOCK on average, and beyond that."""
 MEDIUM_ROWS = 64
 """Most rows of an intermediate class, because programs that sort slots scan the most rows of their class."""
+LARGE_ROWS = 512
+"""Most rows of the class before the largest, for the same reason."""
 GEMV_ROWS = 4
 """Most rows of a step that runs one GEMV per slot, as few slots share an expert."""
 
@@ -99,10 +101,11 @@ def sort_slots(context: PlanContext, c: fused.SortSlots) -> Iterator[Launch]:
 
 def _block_classes(context: PlanContext, c: fused.SortSlots) -> list[BlocksSpec]:
     """Kernels that sort slots, by most rows of a step, with the block size that the GEMM uses."""
-    few = max(SMALL_BLOCK, min(SMALL_BLOCK * c.experts // c.slots, MOST_ROWS))
+    few = max(SMALL_BLOCK, min(SMALL_BLOCK * c.experts // c.slots, LARGE_ROWS))
     blocks = {SMALL_BLOCK: SMALL_BLOCK, min(MEDIUM_ROWS, few): SMALL_BLOCK, few: SMALL_BLOCK}
-    if few < MOST_ROWS:
-        blocks[MOST_ROWS] = LARGE_BLOCK
+    if few < LARGE_ROWS:
+        blocks[LARGE_ROWS] = LARGE_BLOCK
+    blocks[MOST_ROWS] = LARGE_BLOCK
     stride = context.buffer(c.index).stride
     return [BlocksSpec(c.experts, c.slots, stride, tokens, most, c.every) for most, tokens in blocks.items()]
 

@@ -12,7 +12,7 @@ from qcompile.codegen.gpu.context import PlanContext, amax_ref, weight_refs
 from qcompile.codegen.gpu.gemm import render as gemm_render
 from qcompile.codegen.gpu.gemm import spec as gemm
 from qcompile.codegen.gpu.gemm import tiles
-from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
+from qcompile.codegen.gpu.launches import SPLIT_ROWS, Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, Grid, GridSize, InputRef, Operands, ScratchRef
 from qcompile.codegen.gpu.router_launches import scores
 from qcompile.codegen.gpu.sample import choosing
@@ -94,10 +94,21 @@ def gemm_launch(context: PlanContext, c: Gemm, specs: dict[int, gemm.KernelSpec]
 def _variant(spec: gemm.KernelSpec, most: int, rows: str, args: Operands) -> Variant:
     """The variant for up to `most` rows (0: any number)."""
     grid: Grid = spec.grid(1) if spec.persistent else (GridSize(rows, spec.tile.tokens), *spec.grid(1)[1:])
-    # A split-K kernel resets integer sums to zero for the next launch, float ones not: two workspaces.
-    names = {"sums": "float_sums" if spec.float_sum else "sums", "arrived": "arrived"}
-    workspace = spec.workspace(most or MOST_ROWS).items()
-    own: Operands = {role: ScratchRef(names[role], items * dtype.itemsize) for role, (items, dtype) in workspace}
+    own = _workspace(spec, most)
     if spec.amax:
         own["amax"] = amax_ref(spec.amax_parts)
     return Variant(gemm_render.kernel(spec), grid, args | own, most)
+
+
+def _workspace(spec: gemm.KernelSpec, most: int) -> Operands:
+    """Scratch memory of split_k for up to `most` rows (0: any number, of which each row takes its share)."""
+    # A split-K kernel resets integer sums to zero for the next launch, float ones not: two workspaces.
+    names = {"sums": "float_sums" if spec.float_sum else "sums", "arrived": "arrived"}
+    if 0 < most <= SPLIT_ROWS:
+        workspace = spec.workspace(most).items()
+        return {role: ScratchRef(names[role], items * dtype.itemsize) for role, (items, dtype) in workspace}
+    workspace = spec.workspace(spec.tile.tokens).items()
+    return {
+        role: ScratchRef(f"{names[role]}_by_row", -(-items * dtype.itemsize // spec.tile.tokens), ("room",))
+        for role, (items, dtype) in workspace
+    }

@@ -42,8 +42,12 @@ from qcompile.codegen.gpu.operands import Grid, Operands, ScratchRef, Size
 from qcompile.codegen.program import Program
 from qcompile.targets import Target
 
-MOST_ROWS = 512
+MOST_ROWS = 8192
 """Most rows of a step."""
+MOST_OUTPUTS = 512
+"""Most rows with logits of a step, and most sequences."""
+SPLIT_ROWS = 512
+"""Up to so many rows of a step, split_k has the same scratch memory; beyond, as much as the largest step takes."""
 TEXT_TOKENS = 1 << 12
 """Most tokens of a text that n-gram lookup searches; a power of two."""
 
@@ -90,7 +94,7 @@ class Launch:
 
 
 class ScratchSize(NamedTuple):
-    """Size of scratch memory: `bytes` times the product of the counts."""
+    """Size of scratch memory: `bytes` times the product of the counts. The count `room` is the most rows of a step."""
 
     bytes: int
     counts: tuple[str, ...]

@@ -95,7 +95,7 @@ class InputRef(Operand):
 class ScratchRef(Operand):
     """Address of scratch memory, initially zero, that takes at least `bytes` times the product of `counts`.
 
-    References of the same name share memory of the largest size.
+    References of the same name share memory of the largest size. The count `room` is the most rows of any step.
     """
 
     kind: ClassVar[str] = "scratch"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from qcompile.codegen.gpu.attention_splits import MOST_QUERIES
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
-from qcompile.codegen.gpu.launches import MOST_ROWS, TEXT_TOKENS, Launch, Variant
+from qcompile.codegen.gpu.launches import MOST_OUTPUTS, MOST_ROWS, TEXT_TOKENS, Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, DraftRef, GridSize, InputRef, Operands, StateRef
 
 _ROUND_STATE = (
@@ -25,21 +25,21 @@ _LOOKUP_STATE = ("text", "length", "match", "most", "left", "counter", "gained",
 
 def feedback_launch() -> Launch:
     """The launch that makes the tokens of a step the inputs of the next step, of the same rows."""
-    return _of_tokens("advance", "argmax", "token_ids", "positions", "decoded", "counter")
+    return _of_tokens("advance", ("argmax", "token_ids", "positions", "decoded", "counter"), 2 * MOST_OUTPUTS)
 
 
 def follow_launch() -> Launch:
     """The launch that replaces the token ids of a step that refer to outputs of the step before it."""
-    return _of_tokens("follow", "argmax", "token_ids")
+    return _of_tokens("follow", ("argmax", "token_ids"), 2 * MOST_OUTPUTS, MOST_ROWS)
 
 
-def _of_tokens(name: str, *inputs: str) -> Launch:
-    """The launch of a kernel with one program for all rows."""
+def _of_tokens(name: str, inputs: Sequence[str], *classes: int) -> Launch:
+    """The launch of a kernel with one program for all rows, in `classes` of the most rows."""
     arguments = _arguments(inputs, "M")
-    source = render_template(f"{name}.py.jinja", arguments=arguments, block=2 * MOST_ROWS)
     args: Operands = {each: InputRef(each) for each in inputs} | {"M": CountRef("tokens")}
-    variant = Variant(Kernel(name, source, arguments, 4, 1), (1, 1, 1), args, 2 * MOST_ROWS)
-    return Launch(name, "tokens", (variant,))
+    sources = {most: render_template(f"{name}.py.jinja", arguments=arguments, block=most) for most in classes}
+    kernels = {most: Kernel(name, source, arguments, 4, 1) for most, source in sources.items()}
+    return Launch(name, "tokens", tuple(Variant(code, (1, 1, 1), args, most) for most, code in kernels.items()))
 
 
 def round_launches(states: bool = False, draft_states: bool = False) -> tuple[Launch, Launch]:
@@ -61,7 +61,7 @@ def round_launches(states: bool = False, draft_states: bool = False) -> tuple[La
 
 def _round_launch(name: str, pointers: Sequence[str], operands: Operands, accept: bool, states: bool) -> Launch:
     arguments = _arguments(pointers, "S", "Q")
-    values = {"name": name, "arguments": arguments, "accept": accept, "states": states, "most": MOST_ROWS}
+    values = {"name": name, "arguments": arguments, "accept": accept, "states": states, "most": MOST_OUTPUTS}
     kernel = Kernel(name, render_template("speculation_round.py.jinja", **values), arguments, 4, 1)
     return Launch(name, "sequences", (Variant(kernel, (1, 1, 1), operands),))
 

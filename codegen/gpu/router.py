@@ -156,6 +156,9 @@ class BlocksSpec:
     """Most rows of a step."""
     every: bool = False
 
+    PART = 8192
+    """Most slots that a program compares at once."""
+
     @property
     def grid(self) -> GridSize:
         """An upper bound on the number of blocks, as a grid size."""
@@ -182,11 +185,12 @@ class BlocksSpec:
         name = f"{kind}_{self.experts}x{self.slots}_{self.tokens}"
         values = {"name": name, "arguments": self.arguments, "pdl": pdl}
         rooms = {
-            "room": power_of_two(self.most * (1 if self.every else self.slots)),
+            "room": min(power_of_two(self.most * (1 if self.every else self.slots)), self.PART),
             "experts": power_of_two(self.experts),
             "list_room": power_of_two(self.list // (self.experts if self.every else 1)),
         }
-        source = render_template("expert_blocks.py.jinja", spec=self, **values, **rooms)
+        parts = -(-self.most * (1 if self.every else self.slots) // self.PART)
+        source = render_template("expert_blocks.py.jinja", spec=self, parts=parts, **values, **rooms)
         warps = 8 if rooms["room"] > 1024 else 1
         return Kernel(name, source, self.arguments, warps, 1, pdl)
 

@@ -16,20 +16,23 @@ import qcompile
 from qcompile.artifact.layout import Manifest
 
 MAX_STEP_TOKENS = 512
-"""Most tokens of one step of the runtime."""
+"""Most tokens of one step of the runtime, and most of them with logits, unless the kernels take more."""
 
 
 @dataclass(frozen=True)
 class KernelFiles:
     """Where the kernels of each path are: kernels/<target>, one file per path, named by path and `suffix`.
 
-    `abi` is the version of their interface, and `compiler` the name and version of what compiled them.
+    `abi` is the version of their interface, and `compiler` the name and version of what compiled them. `most_rows` and
+    `most_outputs` are the most rows of a step, and of rows with logits, that they take.
     """
 
     target: str
     suffix: str
     abi: int
     compiler: str
+    most_rows: int = MAX_STEP_TOKENS
+    most_outputs: int = MAX_STEP_TOKENS
 
     @property
     def folder(self) -> str:
@@ -62,7 +65,8 @@ def runtime(
         "library": kernels.library("model"),
         "levels": list(levels),
         "weights": weights,
-        "max_tokens": MAX_STEP_TOKENS,
+        "max_tokens": kernels.most_rows,
+        "max_outputs": kernels.most_outputs,
         "vocab_size": vocab_size,
         "kv": dict(kv),
     }

@@ -67,6 +67,7 @@ SHAPE: Shape = {
         "abi": int,
         "library": str,
         "max_tokens": Whole(1, 1 << 16),
+        "max_outputs": Maybe(Whole(1, 1 << 16)),
         "vocab_size": _COUNT,
         "kv": _KV,
         "weights": [{"name": str, "file": str, "offset": Whole(), "bytes": Whole()}],

@@ -48,8 +48,8 @@ def measure(llm: LLM, sizes: Sizes, progress: Progress) -> dict[str, float]:
     if longest > llm.context:
         smaller = "give smaller ones by --tg, --pp and --verify"
         raise UsageError(f"a test of {longest} tokens does not fit the context of {llm.context}: {smaller}")
-    if any(rows > llm.executor.limits.max_tokens for rows in sizes.verify):
-        raise UsageError(f"a step takes at most {llm.executor.limits.max_tokens} tokens: give fewer by --verify")
+    if any(rows > llm.executor.limits.max_outputs for rows in sizes.verify):
+        raise UsageError(f"a step takes at most {llm.executor.limits.max_outputs} tokens: give fewer by --verify")
     tests = {f"tg{sizes.tg}": (sizes.tg, lambda: _decode(llm, sizes.tg))}
     for rows in sizes.pp:
         tests[f"pp{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=1))  # type: ignore[misc]

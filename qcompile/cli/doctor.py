@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from qcompile import targets
 from qcompile.cli import console
 from qcompile.cli.options import Compilation, Json, Model, Remote, command
 from qcompile.errors import PassError, UnsupportedError
+from qcompile.runtime.options import STEP_TOKENS
 from qcompile.runtime.step import pages_for
 
 if TYPE_CHECKING:
@@ -110,6 +112,7 @@ def examine(
     from qcompile.checkpoints.configuration import read_config
     from qcompile.checkpoints.hub import find
 
+    kind = targets.get_target(target).kind
     request: dict[str, Any] = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
     try:
         directory = find(model)
@@ -117,9 +120,10 @@ def examine(
         repeats = None if there else depth.find(read_config(directory, **source), **source)
         source |= {"weights": there}
         if repeats is None:
-            facts = _facts(pipeline.plan(model, **request, **source))
+            facts = _facts(pipeline.plan(model, **request, **source), kind)
         else:
-            small, large = (_facts(pipeline.plan(model, **request, **source, layers=layers)) for layers in repeats.cuts)
+            plans = (pipeline.plan(model, **request, **source, layers=layers) for layers in repeats.cuts)
+            small, large = (_facts(plan, kind) for plan in plans)
             examined = {"layers": repeats.layers, "layers_examined": repeats.cuts[1]}
             facts = repeats.extrapolate(small, large) | examined
     except PassError as error:
@@ -132,14 +136,15 @@ def examine(
     return Diagnosis(True, plan=facts, memory_bytes=memory, disk_bytes=facts["weight_bytes"] + files)
 
 
-def _facts(plan: CompilationPlan) -> dict[str, Any]:
-    """The contents and costs of `plan`: names and whole numbers."""
+def _facts(plan: CompilationPlan, kind: str) -> dict[str, Any]:
+    """The contents and costs of `plan` for a kind of device: names and whole numbers."""
     from qcompile.artifact.describe import MAX_STEP_TOKENS
     from qcompile.report import bits
 
     program, info = plan.program, plan.graphs[-1].info
     pages = pages_for(info.max_position, program.kv.page_tokens, program.kv.ring_tokens)
     packed, weights = bits.linear_bits(plan.graphs[-1])
+    steps: dict[Literal["tokens", "outputs"], int] = {"tokens": STEP_TOKENS[kind], "outputs": MAX_STEP_TOKENS}
     return {
         "model": info.name,
         "parameters": info.parameters,
@@ -151,7 +156,7 @@ def _facts(plan: CompilationPlan) -> dict[str, Any]:
         "weight_bytes": sum(size for weight in plan.weights for _, size in weight.blobs),
         "cache_bytes": pages * program.kv.page_bytes,
         "state_bytes": program.states.slot_bytes,
-        "activation_bytes": MAX_STEP_TOKENS * (program.arena_bytes("tokens") + program.arena_bytes("outputs")),
+        "activation_bytes": sum(count * program.arena_bytes(rows) for rows, count in steps.items()),
         "files_bytes": sum(len(content) for content in plan.files.values()),
         "context": info.max_position,
         **({} if info.stated_position is None else {"stated_context": info.stated_position}),

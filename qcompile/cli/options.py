@@ -201,6 +201,16 @@ class Loading:
         int | None,
         typer.Option("--threads", min=1, metavar="N", help="CPU threads. Default: one per core this process may use."),
     ] = None
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-num-batched-tokens",
+            min=1,
+            metavar="N",
+            help="Maximum number of tokens in a step, up to 512 on a CPU and 8,192 on a GPU. "
+            "Default: 512 on a CPU, 2,048 on a GPU.",
+        ),
+    ] = None
 
     def load(self, path: Path, **more: Any) -> LLM:
         """`qcompile.load` with these options, and `more` of its arguments. Raises QCompileError."""

@@ -28,17 +28,19 @@ def open_cpu(
     drafts: bool,
     tokenizer: Tokenizer | None,
     snapshots: bool = False,
+    step_rows: int | None = None,
 ) -> tuple[Executor, Drafter | None]:
     """Open the artifact's model, and its drafts if `drafts` is true. On failure, nothing stays open.
 
-    With `snapshots`, there are slots for copies of recurrent states, as far as memory permits.
+    With `snapshots`, there are slots for copies of recurrent states, as far as memory permits. `step_rows` are the most
+    rows of a step, by default as many as the artifact permits.
 
     `tokenizer` is the target's. Raises ArtifactError (manifest and libraries differ), ResourceError (memory, threads),
     UsageError.
     """
     runtime, model = artifact.manifest["runtime"], artifact.manifest["model"]
     kv = runtime["kv"]
-    sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
+    sizes = step_rows or runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens") or 0)
     # The manifest calls draft stages "levels": the format of artifacts is stable.
     stages = runtime.get("levels") or [] if drafts else []

@@ -83,11 +83,11 @@ class CudaExecutor:
         self.memory.allocate_states(self.state_slots, shared.states if shared else 0)
         self.inputs.open()
         for tokens in self._tokens:
-            tokens.open(max(self.memory.rows, MOST_DECODED))
-        self._sampling = DeviceSampling(self.driver, self.memory.rows)
+            tokens.open(max(self.memory.outputs, MOST_DECODED))
+        self._sampling = DeviceSampling(self.driver, self.memory.outputs)
         same = leader is not None and leader.limits.vocab == self.limits.vocab
         self.memory.allocate_results(leader.memory.results["logits"] if leader and same else 0)
-        self._logits: FloatArray = np.empty((self.memory.rows, self.limits.vocab), np.float32)
+        self._logits: FloatArray = np.empty((self.memory.outputs, self.limits.vocab), np.float32)
 
     def adopt(self, addresses: Iterable[int], modules: Iterable[ctypes.c_void_p] = ()) -> None:
         """Take ownership of the weights' memory and of modules of kernels, to free them when the model is closed."""

@@ -13,7 +13,7 @@ from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.step import Limits, Rows
 
 _NAMES = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "query_start", "prompt_start")
-"""Arrays of at most one number a row, and some more; the block table follows them."""
+"""Arrays of at most one number a row, and some more; the block table, of pages for each sequence, follows them."""
 _STATE_NAMES = ("state_slots", "certain")
 """More of these arrays, of one number a sequence, for paths with recurrent states."""
 
@@ -55,7 +55,7 @@ class StepInputs:
 
     def open(self) -> None:
         """Allocate the arrays. Raises ResourceError."""
-        items = self._offsets["block_table"] + self._memory.rows * self._most_pages
+        items = self._offsets["block_table"] + self._memory.outputs * self._most_pages
         self._address = self._memory.allocate(4 * items, "inputs")
         for host in self._hosts:
             host.open(items)

@@ -15,10 +15,11 @@ from qcompile.artifact.layout import Manifest
 from qcompile.errors import ResourceError
 from qcompile.runtime.cuda.driver import Driver, driver
 from qcompile.runtime.cuda.executor import CudaExecutor
-from qcompile.runtime.cuda.memory import pages_in
+from qcompile.runtime.cuda.memory import activation_bytes, pages_in
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena
+from qcompile.runtime.options import STEP_TOKENS
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.reencode import open_reencoder
 from qcompile.runtime.speculation.stages import Drafter, DraftStage
@@ -26,6 +27,12 @@ from qcompile.runtime.step import Limits
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+_FEWEST_ROWS = 512
+"""Steps of so many rows are the smallest that loading chooses."""
+_BUFFER_SHARE = 4
+"""Loading chooses steps whose buffers take at most 1 / 4 of the memory for buffers, cache and states."""
 
 
 def open_cuda(
@@ -36,18 +43,20 @@ def open_cuda(
     memory_share: float,
     drafts: bool,
     tokenizer: Tokenizer | None = None,
+    step_rows: int | None = None,
 ) -> tuple[CudaExecutor, Drafter | None]:
     """Verify every file of the artifact, copy its weights to the GPU, and open its plan and, if wanted, its drafts.
 
-    `memory_share` is the share of the GPU's memory that may be used, `tokenizer` the target's. Raises ArtifactError
-    (damaged, or its kernels do not run on this GPU), ResourceError (no driver, GPU, or memory), UsageError (less cache
-    than a page).
+    `memory_share` is the share of the GPU's memory that may be used, `tokenizer` the target's, `step_rows` the most
+    rows of a step (by default STEP_TOKENS, or fewer where memory is short). Raises ArtifactError (damaged, or its
+    kernels do not run on this GPU), ResourceError (no driver, GPU, or memory), UsageError (less cache than a page).
     """
     gpu = driver()
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
-    sizes = runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
-    limits = Limits(*sizes, kv.get("ring_tokens") or 0, max_batch)
+    rows = step_rows or min(STEP_TOKENS["cuda"], runtime["max_tokens"])
+    sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
+    limits = Limits(*sizes, kv.get("ring_tokens") or 0, max_batch, runtime.get("max_outputs") or 0)
     small = _read_other_files(root, manifest)
     levels = runtime.get("levels") or [] if drafts else []
     paths = [level for level in levels if "library" in level]
@@ -56,7 +65,8 @@ def open_cuda(
     slot_bytes = sum(
         plan.get("slot_bytes", 0) for plan, path in zip(plans, (runtime, *paths), strict=True) if path.get("kv")
     )
-    room = _Room(page_bytes, slot_bytes, max_batch * limits.pages_for(limits.max_position), memory_share)
+    most_pages = max_batch * limits.pages_for(limits.max_position)
+    room = _Room(page_bytes, slot_bytes, most_pages, memory_share, step_rows is None)
     if kv_cache_bytes is not None and page_bytes:
         room = room._replace(most_pages=requested_pages(kv_cache_bytes, page_bytes), memory_share=1.0)
     with ExitStack() as undo:
@@ -86,12 +96,13 @@ def open_cuda(
 
 class _Room(NamedTuple):
     """What caches and states may take: bytes of a page and of a slot over all paths, most pages, and the share of the
-    GPU's memory that may be used."""
+    GPU's memory that may be used; and whether steps may have fewer rows than the limits say."""
 
     page_bytes: int
     slot_bytes: int
     most_pages: int
     memory_share: float
+    fewer_rows: bool = False
 
 
 def _level(
@@ -104,7 +115,8 @@ def _level(
     """Open a draft level, in the target's cache or in one of its own with as many pages."""
     if plan is None:
         return DraftStage(None, level["gamma"], match=level["lookup"])
-    own, limits = level.get("kv"), target.limits._replace(max_position=level["max_position"], vocab=level["vocab_size"])
+    own, limits = level.get("kv"), _of_drafts(target.limits)
+    limits = limits._replace(max_position=level["max_position"], vocab=level["vocab_size"])
     if own:
         limits = limits._replace(page_tokens=own["page_tokens"], ring_tokens=own.get("ring_tokens") or 0)
     executor = CudaExecutor(target.driver, plan, functions, weights, target.kv_pages, limits, target, bool(own))
@@ -146,22 +158,36 @@ def _open_target(
 ) -> CudaExecutor:
     """Open the target's executor, with as many cache pages as fit beside the recurrent states."""
     free, total = gpu.memory()
-    rest = free - int(total * (1 - room.memory_share)) - sum(_executor_bytes(plan, limits) for plan in plans)
+    rest = free - int(total * (1 - room.memory_share))
+    while room.fewer_rows and limits.max_tokens > _FEWEST_ROWS and _buffers(plans, limits) > rest // _BUFFER_SHARE:
+        limits = limits._replace(max_tokens=limits.max_tokens // 2)
+    buffers = _buffers(plans, limits)
+    if buffers > max(rest, 0):
+        raise ResourceError(
+            f"steps of {limits.max_tokens} rows take {buffers:,} bytes of GPU memory, which has {max(rest, 0):,} left:"
+            f" lower max_num_batched_tokens"
+        )
+    rest -= buffers
     states = limits.slots * room.slot_bytes
-    if states > max(rest, 0):
-        fits = max(rest, 0) // room.slot_bytes
+    if states > rest:
+        fits = rest // room.slot_bytes
         raise ResourceError(
             f"the recurrent states of {limits.slots} requests take {states:,} bytes of GPU memory, which has room for"
             f" those of {fits}: lower max_batch"
         )
-    pages = pages_in(max(rest, 0) - states, room.page_bytes, room.most_pages, 1.0)
+    pages = pages_in(rest - states, room.page_bytes, room.most_pages, 1.0)
     return CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
 
 
-def _executor_bytes(plan: dict[str, Any], limits: Limits) -> int:
-    """Estimated bytes of an executor apart from weights and cache: activations, logits, and scratch memory."""
-    rows = limits.max_tokens + 64
-    return rows * (sum(plan["arena_bytes"].values()) + 4 * limits.vocab) + (512 << 20)
+def _of_drafts(limits: Limits) -> Limits:
+    """The limits of a draft path's steps: one row or two for each sequence, or a part of a prompt."""
+    return limits._replace(max_tokens=limits.max_outputs)
+
+
+def _buffers(plans: list[dict[str, Any]], limits: Limits) -> int:
+    """Estimated bytes of all paths apart from weights and cache; the first plan is the target's."""
+    sizes = (activation_bytes(plan, _of_drafts(limits) if i else limits) for i, plan in enumerate(plans))
+    return sum(sizes) + len(plans) * (512 << 20)
 
 
 def _read_other_files(root: Path, manifest: Manifest) -> dict[str, bytes]:

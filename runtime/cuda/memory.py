@@ -18,6 +18,8 @@ MOST_DECODED = 1 << 16
 """Most tokens that a multi-step decode leaves on the GPU before the host reads them."""
 _ROW_ALIGNMENT = 64
 """Buffers have room for a multiple of this number of rows."""
+_TILE_ROWS = 256
+"""Most rows of a GEMM's tile: scratch memory by row has room for whole tiles."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Scratch:
 
 
 class DeviceMemory:
-    """Allocations of one executor. `rows` is the number of rows for which buffers have room.
+    """Allocations of one executor. `rows` and `outputs`: the rows, and those with logits, that buffers have room for.
 
     A draft path that uses the cache of the path that it drafts for has the same `cache`, and owns none. Raises
     ResourceError when memory is short; `free` then frees what was allocated.
@@ -37,7 +39,9 @@ class DeviceMemory:
 
     def __init__(self, driver: Driver, plan: Mapping[str, Any], limits: Limits, kv_pages: int) -> None:
         self._driver, self._plan, self._limits = driver, plan, limits
-        self.rows = -(-limits.max_tokens // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        self.rows = _aligned(limits.max_tokens)
+        self.outputs = _aligned(limits.max_outputs)
+        self._room = {"tokens": self.rows, "outputs": self.outputs}
         self.ring_entries = 2 * limits.ring_tokens // limits.page_tokens
         """Leading entries of a sequence's pages that hold the ring of a hierarchical cache."""
         # One spare page, or two with a ring, for keys and values computed past a sequence's end, which are discarded.
@@ -66,7 +70,7 @@ class DeviceMemory:
     def allocate_activations(self) -> None:
         """Allocate the arenas of activations."""
         for name, size in self._plan["arena_bytes"].items():
-            self._arenas[name] = self.allocate(self.rows * size, "activations")
+            self._arenas[name] = self.allocate(self._room[name] * size, "activations")
 
     def allocate_cache(self, shared: int = 0) -> None:
         """Allocate the KV cache, or use the one at `shared`; none if there is no attention."""
@@ -80,14 +84,14 @@ class DeviceMemory:
 
     def allocate_results(self, shared_logits: int = 0) -> None:
         """Allocate the results of steps; logits may be shared with another path."""
-        for name, count in (("argmax", self.rows), ("decoded", MOST_DECODED)):
+        for name, count in (("argmax", self.outputs), ("decoded", MOST_DECODED)):
             self.results[name] = self.allocate(4 * count, "results")
-        size = 4 * self.rows * self._limits.vocab
+        size = 4 * self.outputs * self._limits.vocab
         self.results["logits"] = shared_logits or self.allocate(size, "logits")
 
     def activation(self, operand: Mapping[str, Any]) -> int:
         """The address of an activation, as a launch plan describes it."""
-        start = self._arenas[operand["rows"]] + self.rows * operand["bytes_per_row"]
+        start = self._arenas[operand["rows"]] + self._room[operand["rows"]] * operand["bytes_per_row"]
         return int(start + operand.get("column_bytes", 0))
 
     def layer(self, layer: int) -> int:
@@ -97,8 +101,9 @@ class DeviceMemory:
     def lacking(self, counts: Counts) -> dict[str, int]:
         """The bytes of each scratch memory that is too small for a step with these counts, by name."""
         needed = {}
+        room = counts | {"outputs": self.outputs, "room": _aligned(self.rows, _TILE_ROWS)}
         for name, size in self._plan["scratch"].items():
-            need = size["bytes"] * math.prod(self.rows if c == "outputs" else counts[c] for c in size["counts"])
+            need = size["bytes"] * math.prod(room[count] for count in size["counts"])
             if self.scratch[name].bytes < need:
                 needed[name] = need
         return needed
@@ -151,6 +156,19 @@ class PinnedNumbers:
             self._driver.drop_event(self._copied)
         if self._address:
             self._driver.free_pinned(self._address)
+
+
+def _aligned(rows: int, to: int = _ROW_ALIGNMENT) -> int:
+    """`rows` rounded up to as many as buffers have room for."""
+    return -(-rows // to) * to
+
+
+def activation_bytes(plan: Mapping[str, Any], limits: Limits) -> int:
+    """Bytes of an executor's buffers by row: activations, logits, and scratch memory of the largest steps."""
+    rows, outputs = _aligned(limits.max_tokens), _aligned(limits.max_outputs)
+    scratch = (size["bytes"] for size in plan["scratch"].values() if size["counts"] in (["tokens"], ["room"]))
+    of_rows, of_outputs = plan["arena_bytes"]["tokens"] + sum(scratch), plan["arena_bytes"]["outputs"]
+    return int(rows * of_rows + outputs * (of_outputs + 4 * limits.vocab))
 
 
 def pages_in(free: int, page_bytes: int, most: int, share: float) -> int:

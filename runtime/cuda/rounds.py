@@ -121,8 +121,9 @@ class CudaRounds(HostSpeculator, ABC):
     def __init__(self, target: CudaExecutor, stage: DraftStage, sizes: Mapping[str, int]) -> None:
         super().__init__(target, [stage])
         self.verifier, self._driver = target, target.driver
-        every = dict.fromkeys(("last", "place", "left", "most"), target.limits.max_tokens)
-        every |= {"pair_tokens": 2 * target.limits.max_tokens, "pair_positions": 2 * target.limits.max_tokens}
+        rows = target.limits.max_outputs
+        every = dict.fromkeys(("last", "place", "left", "most"), rows)
+        every |= {"pair_tokens": 2 * rows, "pair_positions": 2 * rows}
         results = {"counter": 1, "gained": RESULTS, "tokens": RESULTS}
         self.state = State(target.driver, {**every, **results, **sizes})
         self._graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()

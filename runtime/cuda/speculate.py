@@ -33,7 +33,7 @@ class CudaSpeculator(CudaRounds):
     def __init__(self, target: CudaExecutor, stage: DraftStage) -> None:
         assert isinstance(stage.executor, CudaExecutor) and not stage.threshold
         self.draft, self._shared = stage.executor, stage.shares_cache
-        most = target.limits.max_tokens
+        most = target.limits.max_outputs
         self._pairs = {"row_sequence": [i // 2 for i in range(2 * most)]}
         self._pairs |= {"output_rows": [*range(1, 2 * most, 2)], "query_start": [*range(0, 2 * most + 1, 2)]}
         super().__init__(target, stage, {name: len(items) for name, items in self._pairs.items()} | {"unread": most})
@@ -101,7 +101,7 @@ class CudaLookup(CudaRounds):
 
     def __init__(self, target: CudaExecutor, stage: DraftStage) -> None:
         self._text: int = target.plan["text_tokens"]
-        most = target.limits.max_tokens // _MIN_ROWS
+        most = target.limits.max_outputs // _MIN_ROWS
         sizes = {"match": 2, "length": most, "text": most * self._text, "drafted": RESULTS}
         super().__init__(target, stage, sizes | {"decoded": most * MOST_DRAFTS, "elsewhere": most})
 

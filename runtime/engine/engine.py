@@ -56,7 +56,8 @@ class Engine:
         """Most tokens of prompt and output together."""
         self.overlaps = executor.overlaps
         """Whether a step may run on the executor while the host postprocesses the step before."""
-        self.scheduler = Scheduler(pool, executor.limits.max_tokens, max_batch, executor.draws)
+        limits = executor.limits
+        self.scheduler = Scheduler(pool, limits.max_tokens, max_batch, executor.draws, limits.max_outputs)
         if executor.copies and pool.prefixes is not None:
             self.scheduler.snapshots = Snapshots(executor.copies)
         self.scheduler.drafts_have_states = drafter is not None and drafter.has_states

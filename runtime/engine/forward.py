@@ -21,7 +21,7 @@ def sequence_logits(
     later. No step may be pending.
     """
     pool, slots = scheduler.pool, scheduler.slots
-    length, rows = len(sequences[0]), executor.limits.max_tokens
+    length, rows = len(sequences[0]), executor.limits.max_outputs
     chunk = min(chunk, length, rows)
     need = pool.pages_for(length)
     together = max(1, min(rows // chunk, pool.total // need, len(sequences)))

@@ -26,6 +26,12 @@ class StepPlan:
         """Whether every request has only its last token to compute."""
         return all(request.sequence.decodes for request in self.requests)
 
+    @property
+    def outputs(self) -> int:
+        """Rows with logits of a step, without those of drafts."""
+        pairs = zip(self.requests, self.counts, strict=True)
+        return sum(output_rows(request, count)[1] for request, count in pairs)
+
     def rows(self, drafts: Sequence[Sequence[int]] = ()) -> list[Rows]:
         """The rows of the step, with `drafts[i]` after the last token of `requests[i]`.
 
@@ -34,11 +40,10 @@ class StepPlan:
         """
         rows: list[Rows] = []
         for index, (request, count) in enumerate(zip(self.requests, self.counts, strict=True)):
-            sequence, report = request.sequence, request.prompt_report
+            sequence = request.sequence
             start, end = sequence.scheduled, sequence.scheduled + count
             tokens = sequence.tokens[start:end] or [-1 - sequence.pending_output]
-            known = max(0, min(end, report.prompt_length - 1) - report.scored)
-            outputs = known + int(end == sequence.length)
+            known, outputs = output_rows(request, count)
             if drafts and drafts[index]:
                 tokens += drafts[index]
                 outputs += len(drafts[index])
@@ -47,3 +52,33 @@ class StepPlan:
             given = None if embeds is None else embeds[:count]
             rows.append(Rows(tokens, start, sequence.pages, outputs, known, sequence.slot, certain, given))
         return rows
+
+
+def output_rows(request: Request, count: int) -> tuple[int, int]:
+    """Of the next `count` rows of a request, those with logits before a token of the prompt that is to be reported, and
+    all with logits."""
+    report, end = request.prompt_report, request.sequence.scheduled + count
+    known = max(0, min(end, report.prompt_length - 1) - report.scored)
+    return known, known + int(end == request.sequence.length)
+
+
+@dataclass(slots=True)
+class StepRoom:
+    """What a step still has room for: rows, and rows with logits."""
+
+    rows: int
+    outputs: int
+
+    def append(self, plan: StepPlan, request: Request) -> None:
+        """Put as many of the request's uncomputed tokens into the step as fit."""
+        sequence = request.sequence
+        count = min(sequence.uncomputed, self.rows)
+        if ends := [end - sequence.scheduled for end in sequence.state_ends]:
+            count = min([count, *(rows for rows in ends if rows > 0)])
+        # Rows with logits are a request's last ones.
+        count -= max(0, output_rows(request, count)[1] - self.outputs)
+        if count > 0:
+            plan.requests.append(request)
+            plan.counts.append(count)
+            self.rows -= count
+            self.outputs -= output_rows(request, count)[1]

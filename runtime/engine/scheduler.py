@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from qcompile.runtime.engine.blocks import BlockPool
-from qcompile.runtime.engine.plan import StepPlan
+from qcompile.runtime.engine.plan import StepPlan, StepRoom
 from qcompile.runtime.engine.prefixes import CachedPage, CachedText, cached_positions
 from qcompile.runtime.engine.slots import NO_SLOT, SlotPool
 from qcompile.runtime.engine.snapshots import Snapshots
@@ -21,10 +21,14 @@ from qcompile.runtime.request import Request
 
 
 class Scheduler:
-    """Queues requests and assigns pages: up to `max_tokens` rows per step, up to `max_batch` running requests."""
+    """Queues requests and assigns pages: up to `max_tokens` rows per step, `max_outputs` of them with logits (0: all),
+    up to `max_batch` running requests."""
 
-    def __init__(self, pool: BlockPool, max_tokens: int, max_batch: int, draws: bool = False) -> None:
+    def __init__(
+        self, pool: BlockPool, max_tokens: int, max_batch: int, draws: bool = False, max_outputs: int = 0
+    ) -> None:
         self.pool, self.max_tokens, self.max_batch = pool, max_tokens, max_batch
+        self.max_outputs = max_outputs or max_tokens
         self.slots = SlotPool(max_batch)
         """The slots of recurrent states."""
         self.snapshots: Snapshots | None = None
@@ -71,19 +75,19 @@ class Scheduler:
         if not self._make_room():
             return None
         plan = StepPlan([], [], 1)
-        budget = self.max_tokens
+        room = StepRoom(self.max_tokens, self.max_outputs)
         unfinished = [request for request in self.running if not _ends_in_pending_step(request)]
         decoding = [request for request in unfinished if request.sequence.decodes]
         prefilling = [request for request in unfinished if request.sequence.uncomputed and not request.sequence.decodes]
         for request in decoding + prefilling:
-            budget -= _append(plan, request, budget)
+            room.append(plan, request)
         if self.waiting and self.pool.prefixes is not None:
             for request in self.running:
                 self._note_full_pages(request)
         computing = [request for request in unfinished if request.sequence.length - request.sequence.computed > 1]
-        while self.waiting and budget > 0 and self._admit(self.waiting[0], computing):
+        while self.waiting and room.rows > 0 and self._admit(self.waiting[0], computing):
             computing.append(self.running[-1])
-            budget -= _append(plan, self.running[-1], budget)
+            room.append(plan, self.running[-1])
         if not plan.requests:
             return None
         return self.extend(plan, steps) if steps > 1 and len(decoding) == len(plan.requests) else plan
@@ -279,14 +283,3 @@ class Scheduler:
 def _ends_in_pending_step(request: Request) -> bool:
     """Whether the request reaches its limit in a pending step."""
     return request.sequence.pending_tokens > 0 and request.sequence.length >= request.spec.max_length
-
-
-def _append(plan: StepPlan, request: Request, budget: int) -> int:
-    """Put as many of the request's uncomputed tokens into the step as fit. Returns their number."""
-    count = min(request.sequence.uncomputed, budget)
-    if ends := [end - request.sequence.scheduled for end in request.sequence.state_ends]:
-        count = min([count, *(rows for rows in ends if rows > 0)])
-    if count:
-        plan.requests.append(request)
-        plan.counts.append(count)
-    return count

@@ -96,7 +96,8 @@ class Speculation:
         """How many tokens to draft for each request of a step; 0 for requests that are not decoding."""
         if not (self.drafter and gamma):
             return [0] * len(plan.requests)
-        room = self.executor.limits.max_tokens - sum(plan.counts)
+        limits = self.executor.limits
+        room = min(limits.max_tokens - sum(plan.counts), limits.max_outputs - plan.outputs)
         most = min(self.drafter.most(len(plan.requests)), room // len(plan.requests))
         wanted = [gamma] * len(plan.requests)
         if self.gamma == AUTO and self.controller and plan.decoding:

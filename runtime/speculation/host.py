@@ -90,7 +90,7 @@ class _Call:
         self.seconds = [0.0] * len(stages)
         target = stages[0].executor
         assert target
-        self._rows = target.limits.max_tokens // len(texts) - 2
+        self._rows = target.limits.max_outputs // len(texts) - 2
         last = stages[-1]
         self._shortcut = last if len(stages) > 2 and last.executor is None else None
 

@@ -70,7 +70,7 @@ class Reencoder:
 
     def most(self, requests: int) -> int:
         """The most tokens that can be drafted for each of `requests` requests."""
-        return min(MOST_DRAFTS - 1, self.executor.limits.max_tokens // requests - 2)
+        return min(MOST_DRAFTS - 1, self.executor.limits.max_outputs // requests - 2)
 
     def start(self, request: Request) -> None:
         """Prepare the state of a new request."""

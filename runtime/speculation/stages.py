@@ -112,7 +112,7 @@ class Speculator:
 
     def most(self, requests: int) -> int:
         """The most tokens that can be drafted for each of `requests` requests."""
-        return min(MOST_DRAFTS - 1, self.target.limits.max_tokens // requests - 2)
+        return min(MOST_DRAFTS - 1, self.target.limits.max_outputs // requests - 2)
 
     def start(self, request: Request) -> None:
         """Prepare the state of a new request."""
@@ -264,7 +264,7 @@ class Speculator:
         A lag may remain that fits into the drafts' steps together with the drafts of all requests. Requests without
         drafts are left out: their texts may be longer than a draft's context.
         """
-        lag = min(self.most_lag, self.target.limits.max_tokens // len(requests) - max(gammas))
+        lag = min(self.most_lag, self.target.limits.max_outputs // len(requests) - max(gammas))
         drafting = [request for request, most in zip(requests, gammas, strict=True) if most]
         for index, stage in enumerate(self.stages):
             if stage.executor is None or stage.shares_cache:

@@ -276,9 +276,11 @@ Chosen: type[Executor] = Executor
 """What fake_llm takes; tests/runtime/conftest.py changes it."""
 
 
-def fake_llm(pages: int = 64, max_batch: int = 8, tokenizer: Any = None, max_tokens: int = MAX_TOKENS) -> LLM:
+def fake_llm(
+    pages: int = 64, max_batch: int = 8, tokenizer: Any = None, max_tokens: int = MAX_TOKENS, most_outputs: int = 0
+) -> LLM:
     """An LLM over the fake library."""
-    limits = Limits(max_tokens, VOCAB, PAGE_TOKENS, CONTEXT)
+    limits = Limits(max_tokens, VOCAB, PAGE_TOKENS, CONTEXT, most_outputs=most_outputs)
     weights = (ctypes.c_void_p * 1)()
     executor = Chosen(FakeLibrary(), weights, Arena(pages * PAGE_BYTES), pages, 1, limits)
     model = {"bos_token_id": EOS, "eos_token_ids": [EOS]}

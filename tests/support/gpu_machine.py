@@ -215,7 +215,7 @@ def run_launches(launches: Iterable[Launch], counts: dict[str, int], arrays: dic
     for launch in launches:
         if not counts[launch.by]:
             continue
-        [variant] = launch.variants
+        variant = next(v for v in launch.variants if not v.most or counts[launch.by] <= v.most)
         assert variant.code is not None
         values: list[Any] = []
         for argument in variant.code.arguments:

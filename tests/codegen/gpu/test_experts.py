@@ -86,17 +86,17 @@ def run(kernel: Kernel, grid: tuple[int, int, int], *arguments: Any) -> None:
 def interpret_blocks() -> None:
     """Slots in order by expert, in blocks; those behind the last say so; twice, so that nothing is left over."""
     torch.manual_seed(0)
-    for experts, slots, tokens, most in ((5, 3, 16, 16), (128, 8, 16, 64), (4, 2, 64, 512), (8, 1, 16, 16)):
+    sizes = ((5, 3, 16, 16), (128, 8, 16, 64), (4, 2, 64, 512), (8, 1, 16, 16), (3, 2, 64, 8192))
+    for experts, slots, tokens, most in sizes:
         spec = BlocksSpec(experts, slots, 32, tokens, most)
         order = torch.full((most * slots,), -7, dtype=torch.int32)
         blocks = torch.full((spec.list, 3), -7, dtype=torch.int32)
-        for rows in (1, 3, 17, most):
+        for rows in (1, 3, 17, min(most, 4100)):
             if rows > most:
                 continue
             index = torch.full((rows, 32), 99, dtype=torch.int32)
             few = min(experts, 3) if rows == 17 else experts  # many slots of some experts, none of others
-            for row in range(rows):
-                index[row, :slots] = torch.randperm(max(few, slots))[:slots]
+            index[:, :slots] = torch.rand(rows, max(few, slots)).argsort(1)[:, :slots]
             run(spec.kernel(80), (experts, 1, 1), index.flatten(), order, blocks.flatten(), rows)
             chosen = index[:, :slots].flatten()
             want = torch.sort(chosen, stable=True).indices

@@ -21,7 +21,7 @@ from qcompile.runtime.sampling.sampling import GREEDY
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.reencode import Reencoder
 from qcompile.runtime.speculation.stages import DraftStage
-from qcompile.runtime.step import Rows
+from qcompile.runtime.step import Limits, Rows
 from tests.support.fake import byte_tokenizer, listed
 from tests.support.fake_driver import LIMITS, PLAN, FakeDriver, FakeLaunch
 
@@ -355,17 +355,19 @@ def test_weights_of_a_model_without_room_for_a_page_are_given_back(
 ) -> None:
     held: dict[int, str] = {}
     loaded: list[str] = []
+    free = [(512 << 20) + 10_000]
     gpu = SimpleNamespace(
         allocate=lambda size, what: (held.update({5: what}), 5)[1],
         free=held.pop,
         upload=lambda *_, **how: None,
         synchronize=lambda: None,
-        memory=lambda: (0, 1000),
+        memory=lambda: (free[0], 1 << 32),
         module=lambda *_: loaded.append("module") or "module",
         function=lambda *_: 7,
         unload=loaded.remove,
     )
-    plan = {"kernels": {"k": {"function": "k", "shared_bytes": 0}}, "arena_bytes": {}}
+    plan = {"kernels": {"k": {"function": "k", "shared_bytes": 0}}, "arena_bytes": {"tokens": 100, "outputs": 10}}
+    plan["scratch"] = {}
     for name, content in {"weights": bytes(4096), "plan": json.dumps(plan).encode(), "k.cubin": b""}.items():
         (tmp_path / name).write_bytes(content)
     runtime = {"max_tokens": 64, "vocab_size": 10, "kv": {"page_bytes": 1 << 20, "page_tokens": 64}, "library": "plan"}
@@ -373,7 +375,41 @@ def test_weights_of_a_model_without_room_for_a_page_are_given_back(
     manifest = {"runtime": runtime, "model": {"max_position": 64}, "files": listed(tmp_path)}
     monkeypatch.setattr(load, "driver", lambda: gpu)
     with pytest.raises(ResourceError, match="no GPU memory for one KV page"):
-        load.open_cuda(tmp_path, manifest, 1, None, 0.9, drafts=False)
+        load.open_cuda(tmp_path, manifest, 1, None, 1.0, drafts=False)
+    free[0] = 1 << 20
+    with pytest.raises(ResourceError, match=r"steps of 64 rows take [\d,]+ bytes .* lower max_num_batched_tokens"):
+        load.open_cuda(tmp_path, manifest, 1, None, 1.0, drafts=False)
     with pytest.raises(UsageError, match="less than one page"):  # before anything is on the GPU
         load.open_cuda(tmp_path, manifest, 1, 1, 0.9, drafts=False)
     assert held == {} and loaded == []
+
+
+@pytest.mark.parametrize(("free", "rows"), [(64 << 30, 2048), (5 << 29, 1024), (1 << 31, 512), (5 << 28, 512)])
+def test_steps_are_smaller_where_their_buffers_would_take_much_of_the_memory(
+    free: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless their size was asked for. What scratch memory takes by row counts as well."""
+    made: list[tuple[int, Any]] = []
+    monkeypatch.setattr(load, "CudaExecutor", lambda gpu, plan, fs, ws, pages, limits: made.append((pages, limits)))
+    gpu: Any = SimpleNamespace(memory=lambda: (free, free))
+    plan = PLAN | {"arena_bytes": {"tokens": 90_000, "outputs": 10}, "scratch": {"by_row": {"bytes": 10_000}}}
+    plan["scratch"]["by_row"]["counts"] = ["room"]
+    limits = Limits(2048, 1000, 64, 1024, slots=4, most_outputs=512)
+    load._open_target(gpu, [plan], {}, {}, limits, load._Room(1 << 20, 0, 1 << 20, 1.0, fewer_rows=True))
+    [(pages, found)] = made
+    buffers = rows * 100_000 + 512 * (10 + 4 * 1000) + (512 << 20)
+    assert found == limits._replace(max_tokens=rows) and pages == (free - buffers) >> 20
+    load._open_target(gpu, [plan], {}, {}, limits, load._Room(1 << 20, 0, 1 << 20, 1.0))
+    assert made[1][1] == limits
+
+
+def test_memory_for_logits_does_not_grow_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "LaunchCall", FakeLaunch)
+    functions: Any = {name: name for name in PLAN["kernels"]}
+    drivers: list[Any] = [FakeDriver(), FakeDriver()]
+    plan = PLAN | {"most_rows": 8192}
+    for driver, rows in zip(drivers, (64, 8000), strict=True):
+        CudaExecutor(driver, plan, functions, {"w": 9}, 3, LIMITS._replace(max_tokens=rows, most_outputs=64))
+    small, large = (list(driver.memory.values()) for driver in drivers)
+    grown = [after - before for before, after in zip(small, large, strict=True) if before != after]
+    assert grown == [100 * (8000 - 64), 4 * 7 * (8000 - 64)]  # activations, and seven arrays of inputs

@@ -6,11 +6,13 @@ import gc
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -257,6 +259,31 @@ def test_any_mix_of_requests_on_any_cache(
         assert result.outputs[0].token_ids == reference_greedy(prompt, min(param.max_tokens or 0, room))
     llm.engine.check()
     assert llm.engine.pool.used == 0
+
+
+def test_few_rows_of_a_step_give_logits() -> None:
+    """Whatever prompts report; large steps have the rows of prompts that report nothing. Nor do logits of texts."""
+    llm = fake_llm(max_tokens=96, max_batch=6, most_outputs=7)
+    steps: list[tuple[int, int]] = []
+    start, step = llm.executor.start, llm.executor.step
+
+    def noted(rows: Sequence[Rows]) -> Sequence[Rows]:
+        steps.append((sum(len(row.tokens) for row in rows), sum(row.outputs for row in rows)))
+        return rows
+
+    llm.executor.start = lambda rows, *more: start(noted(rows), *more)  # type: ignore[method-assign]
+    llm.executor.step = lambda rows, *more, **how: step(noted(rows), *more, **how)  # type: ignore[method-assign]
+    prompts = prompts_of(9, 90, seed=5)
+    params = [SamplingParams(temperature=0, max_tokens=9, prompt_logprobs=1 if i % 3 else None) for i in range(9)]
+    found = llm.generate(prompts, params)
+    alone = fake_llm()
+    for prompt, each, output in zip(prompts, params, found, strict=True):
+        [want] = alone.generate([prompt], each)
+        assert output.outputs[0].token_ids == want.outputs[0].token_ids == reference_greedy(prompt, 9)
+        assert output.prompt_logprobs == want.prompt_logprobs
+    logits = llm.logits([prompts[0], prompts[0]])
+    assert torch.equal(logits, alone.logits([prompts[0], prompts[0]]))
+    assert max(outputs for _, outputs in steps) == 7 and max(rows for rows, _ in steps) > 40
 
 
 def test_cache_smaller_than_the_context_ends_a_request_at_its_size() -> None:
