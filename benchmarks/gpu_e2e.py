@@ -29,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import facts, this_target
 from qcompile import pipeline, targets
+from qcompile.codegen.gpu.launches import MOST_OUTPUTS
 from qcompile.pipeline import backend_of
 from qcompile.runtime.cuda.driver import driver
 from qcompile.runtime.cuda.executor import CudaExecutor
@@ -172,7 +173,7 @@ class Opened:
         torch.cuda.empty_cache()
 
 
-def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> Opened:
+def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192, rows: int = 512) -> Opened:
     """`recipe` for the checkpoint, with pages for so many `tokens` in sequences of at most `context`."""
     machine = targets.get_target(this_target())
     started = time.perf_counter()
@@ -195,7 +196,8 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> 
     addresses = {name: tensor.data_ptr() for (name, _), tensor in zip(blobs, memory, strict=True)}
     torch.cuda.synchronize()
     kv = found.program.kv
-    limits = Limits(512, found.program.vocab_size, kv.page_tokens, context, kv.ring_tokens)
+    sizes = found.program.vocab_size, kv.page_tokens, context, kv.ring_tokens
+    limits = Limits(rows, *sizes, most_outputs=MOST_OUTPUTS)
     pages = -(-tokens // context) * limits.pages_for(context)
     target = CudaExecutor(gpu, plans[0], functions, addresses, pages, limits)
     cache = torch.as_tensor(View(target.memory.cache, target.memory.layer_places[-1]), device="cuda")
@@ -205,7 +207,8 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192) -> 
     torch.cuda.synchronize()  # what is measured next goes through another stream
     speculator = None
     if len(plans) > 1:
-        draft = CudaExecutor(gpu, plans[1], functions, addresses, pages, limits, target)
+        few = limits._replace(max_tokens=limits.max_outputs)
+        draft = CudaExecutor(gpu, plans[1], functions, addresses, pages, few, target)
         speculator = CudaSpeculator(target, DraftStage(draft, 4, shares_cache=True))
     spilling = [r["kernel"] for r in json.loads(files["report.json"]) if r["spill_bytes"]]
     notes = {"build_seconds": seconds, "kernels": len(functions), "spilling": spilling}
@@ -262,7 +265,7 @@ def largest(opened: Opened, tokens_in: int = 1024, tokens_out: int = 512) -> dic
     """Throughput of the most sequences at once."""
     executor, each = opened.target, opened.target.limits.pages_for(tokens_in + tokens_out)
     fits = executor.kv_pages // each
-    batch = min(fits, executor.limits.max_tokens)
+    batch = min(fits, executor.limits.max_outputs)
     prompt = [Rows(list(range(100, 612)), 512, range(each), 1)]
     executor.step(prompt, False)
     started = time.perf_counter()

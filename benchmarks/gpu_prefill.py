@@ -1,14 +1,15 @@
 """Prompts of a Llama-3-8B configuration with random weights on this GPU, beside torch in bf16, in one run.
 
-    python benchmarks/gpu_prefill.py [out.json] [--recipes=qserve,w4a16,...] [--no-torch] [--kernels]
+    python benchmarks/gpu_prefill.py [out.json] [--recipes=qserve,w4a16,...] [--rows=512,2048] [--no-torch] [--kernels]
 
-`steps_ms` are milliseconds of a step of 512 rows without outputs, by the tokens of its sequence before it, and
-`prompts` the tokens per second of whole prompts by their length: such steps one after the other, queued as an engine
-queues them, until the first token is there. Torch's are those of transformers in bf16 with torch.compile, scaled dot
-product attention and the logits of the last token alone: a whole prompt in one forward pass. `mixed_ms` is a step of
-DECODING sequences, one row each, and a prompt of the rest of the 512 rows: with the decoding in front, as the
-scheduler has it, by attention kernels of its own, and behind the prompt, by the prompt's; and the same decoding and
-prompt as two steps. With --kernels the microseconds of each kernel of a step, and how often it runs, by context.
+`steps_ms` are milliseconds of a step of so many rows without outputs, by rows and by the tokens of its sequence before
+it, and `prompts` the tokens per second of whole prompts, by the rows of a step and by length: such steps one after the
+other, queued as an engine queues them, until the first token is there. Torch's are those of transformers in bf16 with
+torch.compile, scaled dot product attention and the logits of the last token alone: a whole prompt in one forward pass.
+`mixed_ms` is a step of DECODING sequences, one row each, and a prompt of the rest of MIXED_ROWS rows: with the decoding
+in front, as the scheduler has it, by attention kernels of its own, and behind the prompt, by the prompt's; and the same
+decoding and prompt as two steps. With --kernels the microseconds of each kernel of the largest step, and how often it
+runs, by context.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import facts
 from benchmarks.gpu_e2e import CONFIG, empty_checkpoint, kernel_times, open_random, write
 from qcompile.runtime.cuda.executor import CudaExecutor
+from qcompile.runtime.cuda.memory import activation_bytes
 from qcompile.runtime.step import Rows
 
-ROWS = 512
+ROWS = (512, 2048, 8192)
+"""Rows of a step."""
+MIXED_ROWS = 512
 CONTEXTS = (0, 1024, 4096, 16384, 32256)
 PROMPTS = (1024, 4096, 32768)
 RECIPES = ("qserve", "w4a16", "nested", "quantspec", "bf16")
@@ -38,15 +42,15 @@ DECODING, BEHIND = 63, (1024, 4096)
 """Sequences that decode in a mixed step, and the tokens behind them and behind the prompt."""
 
 
-def step_rows(executor: CudaExecutor, context: int, outputs: int = 0) -> list[Rows]:
-    """A step of a prompt that has `context` tokens behind it."""
-    pages = range(executor.limits.pages_for(context + ROWS))
-    return [Rows(list(range(100, 100 + ROWS)), context, pages, outputs)]
+def step_rows(executor: CudaExecutor, context: int, rows: int, outputs: int = 0) -> list[Rows]:
+    """A step of `rows` tokens of a prompt that has `context` tokens behind it."""
+    pages = range(executor.limits.pages_for(context + rows))
+    return [Rows(list(range(100, 100 + rows)), context, pages, outputs)]
 
 
 def mixed_rows(executor: CudaExecutor) -> tuple[list[Rows], list[Rows]]:
     """The sequences that decode, and the prompt, of a mixed step, over different pages."""
-    each, count = executor.limits.pages_for(BEHIND[0] + 1), ROWS - DECODING
+    each, count = executor.limits.pages_for(BEHIND[0] + 1), MIXED_ROWS - DECODING
     decoding = [Rows([100 + i], BEHIND[0], range(i * each, (i + 1) * each), 1) for i in range(DECODING)]
     pages = range(DECODING * each, DECODING * each + executor.limits.pages_for(BEHIND[1] + count))
     return decoding, [Rows(list(range(100, 100 + count)), BEHIND[1], pages, 1)]
@@ -58,11 +62,6 @@ def mixed_seconds(executor: CudaExecutor) -> dict[str, float]:
     every = {"decoding first": decoding + prompt, "prompt first": prompt + decoding}
     found = {name: rows_seconds(executor, rows) for name, rows in every.items()}
     return found | {"two steps": rows_seconds(executor, decoding) + rows_seconds(executor, prompt)}
-
-
-def step_seconds(executor: CudaExecutor, context: int, repeats: int = 5) -> float:
-    """The median time of a step of a prompt."""
-    return rows_seconds(executor, step_rows(executor, context), repeats)
 
 
 def rows_seconds(executor: CudaExecutor, rows: list[Rows], repeats: int = 5) -> float:
@@ -77,10 +76,10 @@ def rows_seconds(executor: CudaExecutor, rows: list[Rows], repeats: int = 5) -> 
     return statistics.median(taken)
 
 
-def prompt_rate(executor: CudaExecutor, length: int) -> float:
-    """Tokens per second of a prompt of whole steps, until its first token."""
-    starts = range(0, length, ROWS)
-    steps = [step_rows(executor, start, int(start + ROWS == length)) for start in starts]
+def prompt_rate(executor: CudaExecutor, length: int, rows: int) -> float:
+    """Tokens per second of a prompt of whole steps of up to `rows` tokens, until its first token."""
+    rows = min(rows, length)
+    steps = [step_rows(executor, start, rows, int(start + rows == length)) for start in range(0, length, rows)]
     taken = []
     for _ in range(4):
         started = time.perf_counter()
@@ -90,21 +89,28 @@ def prompt_rate(executor: CudaExecutor, length: int) -> float:
     return length / statistics.median(taken[1:])
 
 
-def measure(recipe: str, folder: Path, kernels: bool) -> dict[str, Any]:
-    """Of one recipe."""
-    opened = open_random(recipe, folder, 6 * PROMPTS[-1], PROMPTS[-1])  # for mixed steps' rings, too
+def measure(recipe: str, folder: Path, sizes: Sequence[int], kernels: bool) -> dict[str, Any]:
+    """Of one recipe, in steps of these `sizes`."""
+    tokens = 6 * PROMPTS[-1]  # for mixed steps' rings, too
+    opened = open_random(recipe, folder, tokens, PROMPTS[-1], max(*sizes, MIXED_ROWS))
     executor = opened.target
+    contexts = {size: [c for c in CONTEXTS if c + size <= PROMPTS[-1]] for size in sizes}
     found: dict[str, Any] = {
-        "steps_ms": {context: 1e3 * step_seconds(executor, context) for context in CONTEXTS},
-        "prompts": {length: prompt_rate(executor, length) for length in PROMPTS},
+        "steps_ms": {
+            size: {c: 1e3 * rows_seconds(executor, step_rows(executor, c, size)) for c in contexts[size]}
+            for size in sizes
+        },
+        "prompts": {size: {length: prompt_rate(executor, length, size) for length in PROMPTS} for size in sizes},
         "mixed_ms": {name: 1e3 * seconds for name, seconds in mixed_seconds(executor).items()},
+        "activation_bytes": activation_bytes(executor.plan, executor.limits),
         "spilling": opened.notes["spilling"],
     }
-    print(f"{recipe:12}", *(f"{c}: {ms:.2f}" for c, ms in found["steps_ms"].items()), flush=True)
-    print(f"{'':12}", *(f"{n}: {rate:,.0f}" for n, rate in found["prompts"].items()), flush=True)
+    for size in sizes:
+        print(f"{recipe:12} {size:5} ms:", *(f"{c}: {ms:.2f}" for c, ms in found["steps_ms"][size].items()), flush=True)
+        print(f"{'':12} {'':5} tok/s:", *(f"{n}: {r:,.0f}" for n, r in found["prompts"][size].items()), flush=True)
     print(f"{'':12} mixed:", *(f"{name} {ms:.2f}" for name, ms in found["mixed_ms"].items()), flush=True)
     if kernels:
-        found["kernels"] = {c: kernel_times(executor, step_rows(executor, c)) for c in PROFILED}
+        found["kernels"] = {c: kernel_times(executor, step_rows(executor, c, max(sizes))) for c in PROFILED}
         for context, times in found["kernels"].items():
             total = sum(us * count for us, count in times.values())
             print(f"  at {context}: {total:.0f} us", flush=True)
@@ -143,12 +149,13 @@ def main() -> None:
     options = [a for a in sys.argv[1:] if a.startswith("--")]
     named = [a.split("=", 1)[1].split(",") for a in options if a.startswith("--recipes=")]
     paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
-    results: dict[str, Any] = {**facts(), "rows": ROWS, "ours": {}}
+    rows = [list(map(int, a.split("=", 1)[1].split(","))) for a in options if a.startswith("--rows=")]
+    results: dict[str, Any] = {**facts(), "ours": {}}
     config = CONFIG | {"max_position_embeddings": PROMPTS[-1]}
     with tempfile.TemporaryDirectory() as temporary:
         folder = empty_checkpoint(Path(temporary), config)
         for recipe in named[0] if named else RECIPES:
-            results["ours"][recipe] = measure(recipe, folder, "--kernels" in options)
+            results["ours"][recipe] = measure(recipe, folder, rows[0] if rows else ROWS, "--kernels" in options)
             write(results, paths)
     if "--no-torch" not in options:
         results["torch_bf16"] = {}

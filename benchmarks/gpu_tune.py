@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_tune.py out.json [format ...]
 
-The fastest is also printed as an entry of codegen/gpu/gemm/tiles_h200.json.
+The fastest is also printed as an entry of codegen/gpu/gemm/tiles_h200.json. Of the largest class, whose kernels serve
+any larger M, M of LARGE are measured, few candidates, and beside them torch's product of int8 matrices (cuBLAS).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from qcompile.formats.registry import gpu_kernel
 from qcompile.targets import TUNED_ON
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096))
-TOKENS = {1: (1,), 16: (8, 16), 32: (32,), 64: (64,), 128: (128,), 256: (256,), 512: (512,), 1024: (1024,)}
+LARGE = (2048, 8192)
+TOKENS = {1: (1,), 16: (8, 16), 32: (32,), 64: (64,), 128: (128,), 256: (256,), 512: (512,), 1024: LARGE}
 """Measured M by class of M."""
 
 FORMATS = ("qoq_channel", "qoq_g128", "w4_asym_g128", "w8_sym_channel", "mxfp4")
@@ -115,6 +117,15 @@ def warp_specialized_tiles(tokens: int, unroll: int) -> Iterator[Tile]:
             yield from (tile, replace(tile, token_halves=True)) if m == 128 else (tile,)
 
 
+def large_tiles(unroll: int) -> Iterator[Tile]:
+    """Candidates for the largest class of M."""
+    for (m, rows, warps), stages in itertools.product(((128, 128, 4), (128, 128, 8), (128, 256, 8)), (3, 4)):
+        yield Tile(m, rows, 1, 1, unroll, warps, stages)
+    for m, stages in ((128, 4), (128, 6), (256, 4), (256, 5)):
+        tile = Tile(m, 128, 1, 1, unroll, 8, stages, unpack_k=128)
+        yield from (tile, replace(tile, persistent=True), replace(tile, prefetch_bytes=128))
+
+
 def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
     """Kernels that could serve a weight [n, k] for a class of M."""
     found = []
@@ -122,11 +133,10 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
         if not gpu_kernel(format).gemv:
             return []
         return [KernelSpec(format, n, k, tile, x_groups=format in IN_GROUPS) for tile in gemv_tiles(format, n, k)]
+    least = gpu_kernel(format).min_unroll
     whole = decode_tiles() if tokens == DECODE_TOKENS else prefill_tiles(tokens)
-    tiles = itertools.chain(
-        whole, overlapped_tiles(tokens), warp_specialized_tiles(tokens, gpu_kernel(format).min_unroll)
-    )
-    for tile in tiles:
+    tiles = itertools.chain(whole, overlapped_tiles(tokens), warp_specialized_tiles(tokens, least))
+    for tile in large_tiles(least) if tokens >= max(TOKENS) else tiles:
         programs = n // tile.rows * tile.split_k * max(1, tokens // tile.tokens)
         if tile.stages * tile.unroll * tile.sliced_k > 48 or not (programs >= 64 and (programs <= 1100 or tokens > 64)):
             continue
@@ -177,6 +187,12 @@ def measure(problem: Problem, specs: list[KernelSpec], tokens: int) -> list[tupl
     return sorted(found, key=lambda pair: pair[0])
 
 
+def plain_us(n: int, k: int, tokens: int) -> float:
+    """Microseconds of torch's product of int8 matrices, without scales."""
+    x, w = (torch.randint(-127, 128, (rows, k), dtype=torch.int8, device="cuda") for rows in (tokens, n))
+    return graph_us([lambda: torch._int_mm(x, w.T)], 3, 24)
+
+
 def main() -> None:
     start, limit = time.time(), float(os.environ.get("TUNE_SECONDS", "540"))
     formats = sys.argv[2:] or FORMATS + IN_GROUPS
@@ -193,6 +209,10 @@ def main() -> None:
                 break
             good = [s for s, ok in zip(specs[job], ready[job], strict=True) if ok]
             problem = Problem(*job[:3], x_groups=job[0] in IN_GROUPS)
+            if job[3] == max(TOKENS):
+                plain = {m: plain_us(*job[1:3], m) for m in LARGE}
+                results.append({"job": job, "kind": "torch._int_mm", "us": plain})
+                print(*job, "torch._int_mm", plain, flush=True)
             for tokens in TOKENS[job[3]]:
                 ranked = measure(problem, good, tokens)
                 more = [

@@ -458,6 +458,13 @@ MUTATIONS = (
         "tests/runtime/engine/test_engine.py",
     ),
     Mutation(
+        "prompts that report have more rows with logits in a step than fit",
+        "runtime/engine/plan.py",
+        "count -= max(0, output_rows(request, count)[1] - self.outputs)",
+        "count -= 0",
+        "tests/runtime/engine/test_engine.py -k few_rows",
+    ),
+    Mutation(
         "a request is preempted while its step runs",
         "runtime/engine/scheduler.py",
         "if any(running.sequence.pending_rows for running in self.running):",

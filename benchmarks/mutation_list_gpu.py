@@ -16,6 +16,20 @@ GPU_STATES, GPU_STATE_ROUNDS = "tests/codegen/gpu/test_states.py", "tests/codege
 
 GPU_MUTATIONS = (
     Mutation(
+        "experts' slots behind the first part of a large step go to the place of that part's",
+        "codegen/gpu/templates/expert_blocks.py.jinja",
+        "placed += tl.sum(mine.to(tl.int32), 0)",
+        "placed += 0",
+        "tests/codegen/gpu/test_experts.py -k slots_in_order",
+    ),
+    Mutation(
+        "all parts of the epilogue of a tile of many tokens store to the first part's tokens",
+        "codegen/gpu/templates/gemm_warp_specialized.py.jinja",
+        '{{ " + %d * SLICE" % h if h }}',
+        "",
+        f"{GLUON} -k many_tokens",
+    ),
+    Mutation(
         "a GPU reports logits with their biases",
         "codegen/gpu/templates/report.py.jinja",
         '(tl.load({{ option("room") }}) > 0) | (tl.load({{ option("biases") }}) > 0)',

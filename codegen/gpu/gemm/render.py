@@ -98,6 +98,8 @@ def _registers(spec: KernelSpec) -> tuple[int, list[int]]:
     """
     if not spec.warp_specialized:
         return 128 if spec.gemv and spec.pdl and spec.tile.warps == 1 else 0, []
+    if spec.tile.tokens > 128:  # twice as many addresses of activations, which producers keep
+        return 0, [208, 88]
     if spec.tile.warps > 4:
         return 0, [216, 72]
     crowded = spec.decode and spec.n // spec.tile.rows * spec.tile.split_k > 2 * spec.multiprocessors

@@ -309,11 +309,13 @@ def _overlaps_unpacking(spec: KernelSpec) -> bool:
 def _has_warp_specialized(spec: KernelSpec) -> bool:
     """Whether the warp-specialized kernel supports the tile."""
     tile, layout = spec.tile, spec.layout
-    shape = tile.rows == 16 * tile.warps <= 128 and WS_MIN_TOKENS <= tile.tokens <= 128
+    # Registers hold sums of 256 tokens where nothing is added to them but products.
+    many = not layout.float_sum and tile.rows == 128 and tile.tokens == 256 and tile.split_k == 1
+    shape = tile.rows == 16 * tile.warps <= 128 and (WS_MIN_TOKENS <= tile.tokens <= 128 or many)
     in_groups = layout.float_sum and not layout.float_x and layout.block == 128
     halves = not tile.token_halves or (in_groups and tile.tokens > 32)
-    large = tile.rows == tile.tokens == 128 and tile.split_k == 1 and not tile.prefetch_bytes
-    persistent = not tile.persistent or (in_groups and large)
+    large = tile.rows == 128 <= tile.tokens and tile.split_k == 1 and not tile.prefetch_bytes
+    persistent = not tile.persistent or ((in_groups or not layout.float_sum) and large)
     whole = tile.unroll == (2 if layout.words == 0.5 else 1)
     return layout.warp_specialized and shape and halves and persistent and whole and tile.stages > 1
 

@@ -42,11 +42,12 @@ class Tile:
     - 128: the kernel is warp-specialized. `warps` consumer warps, four per 64 rows, unpack and multiply; four producer
       warps copy, `stages` blocks ahead, and with PDL they start on the weights before the kernel waits. `unroll` is the
       number of blocks that share a word of parameters. With `token_halves` the tokens are multiplied in two halves, and
-      the sums of a group of one half are scaled while the tensor cores compute the other.
+      the sums of a group of one half are scaled while the tensor cores compute the other. Tiles of 256 tokens are for
+      integer sums of all of K.
 
     A `persistent` kernel has one program per multiprocessor, which loops over tiles of 128 by 128, or for bf16
-    activations of 256 or 128 tokens, and copies the next tile's inputs while it stores this one's outputs. With bf16
-    activations the last tiles are halved where they would leave most programs idle.
+    activations and for integer sums of 256 or 128 tokens, and copies the next tile's inputs while it stores this one's
+    outputs. With bf16 activations the last tiles are halved where they would leave most programs idle.
     """
 
     tokens: int

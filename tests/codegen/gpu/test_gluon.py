@@ -180,6 +180,24 @@ def test_persistent_programs(format: str) -> None:
     check(one, one.spec(PERSISTENT), 150)
 
 
+MANY = Tile(256, 128, warps=8, stages=3, unpack_k=128)
+
+
+@pytest.mark.parametrize("format", ["qoq_channel", "qoq_g128", "w8_sym_channel"])
+def test_many_tokens_of_integer_sums(format: str) -> None:
+    """Tiles that are stored 64 tokens at a time, the last of them not full; persistent programs, of several tiles; and
+    the bits of tiles of few tokens."""
+    one = Weight(format, 256, 512)
+    check(one, one.spec(MANY, bias=True, residual=True, out="f32"), 70)
+    check(one, one.spec(replace(MANY, persistent=True), gated="silu", width=128), 290)
+    x = activation_format("int8").quantize(torch.randn(270, 512), 0)
+    many, few = (one.spec(tile, out="f32") for tile in (MANY, replace(SMALL, split_k=1)))
+    found = one.product(many, x, 1, residual=torch.zeros(1))
+    rows = [0, 63, 64, 255, 256, 269]
+    alone = one.product(few, [part[rows].contiguous() for part in x], 1, residual=torch.zeros(1))
+    assert torch.equal(found[rows], alone)
+
+
 @pytest.mark.parametrize("format", ["nested_8_4", "w4_asym_g128", "mix_4_8"])
 def test_parts_of_k_one_after_the_other(format: str) -> None:
     """With parts that are not equally long."""
