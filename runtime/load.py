@@ -21,13 +21,13 @@ def load(  # parameters: the options of loading, by name
     path: str | Path,
     threads: int | None = None,
     max_batch: int = MAX_BATCH,
-    max_num_batched_tokens: int | None = None,
     kv_cache_bytes: int | None = None,
     gamma: int | Literal["auto"] = "auto",
     acceptance: Literal["drawn", "rejection"] = "drawn",
     gpu_memory_utilization: float = 0.9,
     prefix_caching: bool = True,
     generation_config: Literal["auto", "none"] = "auto",
+    max_num_batched_tokens: int | None = None,
 ) -> LLM:
     """Verify the artifact at `path`, load it, and start its threads.
 
