@@ -1,6 +1,7 @@
 """Recurrent states on this GPU: kernels beside copies of as many bytes, and whole models whose bits must agree.
 
     python benchmarks/gpu_states.py [out.json] [--parts=kernels,models]
+    python benchmarks/gpu_states.py [out.json] --parts=tiles   times of recurrences by numbers of a program's tile
 
 Kernels: for layers of published shapes, the recurrence and the convolution at decoding, verification and prompts. Each
 is checked first: against the reference in float64, and for the same bits however a text is cut. A copy is torch's, of
@@ -49,6 +50,8 @@ VERIFIED = 5
 MOST_ERROR = 1e-5
 """float32 sums, fed back over a text of TEXT tokens."""
 TEXT = 48
+TILES = {False: (512, 1024, 2048), True: (256, 512, 1024)}
+"""Numbers of a program's tile that are tried, without and with scan."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,12 @@ SHAPES = {
 class Layer:
     """A recurrence with random rates, and slots of states for `sequences` in each of several sets that are rotated."""
 
-    def __init__(self, shape: Shape, sequences: int) -> None:
+    def __init__(self, shape: Shape, sequences: int, tile: int = 0) -> None:
         self.shape, state = shape, shape.state
         keys, values = state.key_heads * state.key_dim, state.heads * state.value_dim
         self.widths = {"q": keys, "k": keys, "v": values, "decay": state.decays}
         self.widths |= {"gain": state.heads} if shape.gain else {}
-        self.spec = RecurrenceSpec(state, dict(self.widths), values, 0, state.size, shape.delta, shape.rates)
+        self.spec = RecurrenceSpec(state, dict(self.widths), values, 0, state.size, shape.delta, shape.rates, tile)
         self.state_bytes = 4 * state.heads * state.key_dim * state.value_dim
         self.sets = 1 + ROTATED_BYTES // (self.state_bytes * sequences)
         self.states = torch.zeros(self.sets * sequences, state.size, device="cuda")
@@ -113,7 +116,7 @@ class Layer:
 
     def launch_of(self, given: dict[str, Tensor], sequences: int) -> Launch:
         capability = _capability()
-        return launch(self.spec.kernel(capability), capability, (sequences, *self.spec.programs), given)
+        return launch(self.spec.kernel(capability), capability, (*self.spec.programs, sequences), given)
 
     def run(self, operands: dict[str, Tensor], parts: Sequence[tuple[int, int, int, int]]) -> Tensor:
         """Results of a step over parts of sequences."""
@@ -186,9 +189,9 @@ class Copies:
         return graph_us([partial(to.copy_, source) for to, source in pairs], 9, 16)
 
 
-def decoding(name: str, batch: int, copies: Copies, rows: int = 1) -> Row:
+def decoding(name: str, batch: int, copies: Copies, rows: int = 1, tile: int = 0) -> Row:
     """Times of a step of `rows` rows of each sequence; several are verified, and replay as many of before."""
-    layer = Layer(SHAPES[name], batch)
+    layer = Layer(SHAPES[name], batch, tile)
     before = rows if rows > 1 else 0
     layer.settle(100 - before)
     operands, launches = layer.operands(rows * batch), []
@@ -197,20 +200,21 @@ def decoding(name: str, batch: int, copies: Copies, rows: int = 1) -> Row:
         parts = [(rows, 100, each * batch + i, certain) for i in range(batch)]
         launches.append(layer.launch_of(layer.given(operands, parts), batch))
     us = graph_us(launches, 9, 16)
-    row: Row = {"shape": name, "batch": batch, "rows": rows, "us": us}
+    row: Row = {"shape": name, "batch": batch, "rows": rows, "us": us} | ({"tile": tile} if tile else {})
     floor = copies.us(layer.state_bytes * batch)
     row |= {"state_bytes": layer.state_bytes * batch, "copy_us": floor, "of_copy": floor / us}
     print(f"  {name:12} batch {batch:4} x {rows}: {us:8.1f} us, copy {floor:8.1f} us, {floor / us:5.0%}", flush=True)
     return row
 
 
-def prompt(name: str, tokens: int) -> Row:
+def prompt(name: str, tokens: int, tile: int = 0) -> Row:
     """Time of a prompt of one sequence, in one launch."""
-    layer = Layer(SHAPES[name], 1)
+    layer = Layer(SHAPES[name], 1, tile)
     one = layer.launch_of(layer.given(layer.operands(tokens), [(tokens, 0, 0, EVERYTHING)]), 1)
     us = graph_us([one], 3, 1)
     print(f"  {name:12} prompt of {tokens:6}: {us / 1e3:8.2f} ms, {us / tokens:6.3f} us a token", flush=True)
-    return {"shape": name, "tokens": tokens, "us": us, "us_a_token": us / tokens}
+    row: Row = {"shape": name, "tokens": tokens, "us": us, "us_a_token": us / tokens}
+    return row | ({"tile": tile} if tile else {})
 
 
 def convolution(name: str, batch: int, rows: int) -> Row:
@@ -268,6 +272,22 @@ def kernels() -> Row:
         found["prompts"] += [prompt(name, tokens) for tokens in PROMPTS]
         found["convolutions"] += [convolution(name, *size) for size in ((1, 1), (64, 1), (1, 512))]
         torch.cuda.empty_cache()
+    return found
+
+
+def tiles() -> list[Row]:
+    """Times of decoding and of a prompt by the numbers of a program's tile."""
+    found, copies = [], Copies()
+    wanted = [(name, tile) for name, shape in SHAPES.items() for tile in TILES[shape.state.value_dim == 1]]
+    specs = [Layer(SHAPES[name], 1, tile).spec.kernel(_capability()) for name, tile in wanted]
+    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_kernel, specs, [_capability()] * len(specs)))
+    for name, tile in wanted:
+        print(f"{name}, {tile} numbers a program", flush=True)
+        for batch in BATCHES:
+            found.append(decoding(name, batch, copies, tile=tile))
+            torch.cuda.empty_cache()
+        found += [decoding(name, 16, copies, VERIFIED, tile), prompt(name, PROMPTS[0], tile)]
     return found
 
 
@@ -381,8 +401,8 @@ def main() -> int:
     named = [a.split("=", 1)[1].split(",") for a in sys.argv[1:] if a.startswith("--parts=")]
     path = next((Path(a) for a in sys.argv[1:] if not a.startswith("--")), None)
     results: Row = {**facts()}
-    for part, measure in (("kernels", kernels), ("models", models)):
-        if not named or part in named[0]:
+    for part, measure in (("kernels", kernels), ("models", models), ("tiles", tiles)):
+        if part in (named[0] if named else ("kernels", "models")):
             results[part] = measure()
             if path:
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

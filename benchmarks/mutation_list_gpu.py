@@ -228,8 +228,8 @@ GPU_MUTATIONS = (
     Mutation(
         "a GPU's recurrence begins with what its slot holds",
         "codegen/gpu/templates/recurrence_step.py.jinja",
-        "s = tl.load(place, mask=both & begun, other=0.0)",
-        "s = tl.load(place, mask=both, other=0.0)",
+        "s = tl.where(begun, s, 0.0)",
+        "",
         f"{GPU_STATES} -k recurrences_interpreted",
     ),
     Mutation(

@@ -56,7 +56,7 @@ def recurrence_step(context: PlanContext, c: RecurrenceStep) -> Iterator[Launch]
     args |= {"out": context.ref(c.out), "states": SlotsRef(), **weight_refs(rates=c.rates)}
     args |= {name: InputRef(name) for name in ("positions", "query_start", "state_slots", "certain")}
     kernel = spec.kernel(context.capability)
-    yield single_launch(c.name, "sequences", kernel, (GridSize("sequences"), *spec.programs), args)
+    yield single_launch(c.name, "sequences", kernel, (*spec.programs, GridSize("sequences")), args)
 
 
 def _check_f32(context: PlanContext, *buffers: str) -> None:

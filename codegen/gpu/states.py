@@ -16,9 +16,11 @@ from qcompile.errors import UnsupportedError
 from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState
 
 TILE = 2048
-"""Numbers of a state that a warp holds."""
+"""Numbers of a state that a program holds."""
 SCAN_TILE = 1024
 """The same where each number has a factor of its own, which takes an exponential."""
+WARP = 2048
+"""Most numbers of a state that a warp holds."""
 MOST_KEYS = 4096
 """Most key features, so that a column of a state fits into the registers of few warps."""
 FUSED_ROWS = LOG_TOKENS
@@ -79,6 +81,7 @@ class RecurrenceSpec:
 
     `strides` are the rows' distances in the operands q, k, v, decay, and gain if there is one. A program has a tile
     [key features, `columns`] of a sequence's state: value features of one head, or heads if values have one feature.
+    The tile has about `tile` numbers; 0 stands for TILE, or SCAN_TILE.
     """
 
     layer: RecurrenceState
@@ -88,6 +91,7 @@ class RecurrenceSpec:
     slot_numbers: int
     delta: bool
     rates: Literal["", "heads", "keys"] = ""
+    tile: int = 0
 
     AHEAD = 2
     """Tokens whose operands are loaded before they are needed."""
@@ -121,7 +125,8 @@ class RecurrenceSpec:
     def columns(self) -> int:
         """Columns of a program's tile."""
         every = self.layer.heads if self.scan else self.layer.value_dim
-        return min(power_of_two(every), max((SCAN_TILE if self.scan else TILE) // self.keys, 4), 128)
+        tile = self.tile or (SCAN_TILE if self.scan else TILE)
+        return min(power_of_two(every), max(tile // self.keys, 4), 128)
 
     @property
     def padded_heads(self) -> int:
@@ -130,9 +135,12 @@ class RecurrenceSpec:
 
     @property
     def programs(self) -> tuple[int, int]:
-        """Programs per sequence, as two sizes of a grid."""
+        """Programs per sequence, as the first two sizes of a grid whose last are sequences.
+
+        Programs that are launched one after the other have adjacent columns: parts of the same lines of memory.
+        """
         blocks = -(-(self.layer.heads if self.scan else self.layer.value_dim) // self.columns)
-        return (blocks, 1) if self.scan else (self.layer.heads, blocks)
+        return blocks, 1 if self.scan else self.layer.heads
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
@@ -143,4 +151,4 @@ class RecurrenceSpec:
         source = render_template(
             "recurrence_step.py.jinja", spec=self, name=name, arguments=arguments, log=LOG_TOKENS, pdl=pdl
         )
-        return Kernel(name, source, tuple(arguments), max(1, self.keys * self.columns // TILE), 1, pdl)
+        return Kernel(name, source, tuple(arguments), max(1, self.keys * self.columns // WARP), 1, pdl)

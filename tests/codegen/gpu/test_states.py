@@ -83,7 +83,7 @@ class Layer:
         if rates and spec.scan and self.rates is not None and self.rates.dim() == 2:
             rates = [torch.nn.functional.pad(self.rates.t(), (0, spec.padded_heads - spec.layer.heads)).contiguous()]
         step = _step_arrays(chunks, "positions", "query_start", "state_slots", "certain")
-        load(spec.kernel(80))[(len(chunks), *spec.programs)](*padded, *rates, out, states, *step)
+        load(spec.kernel(80))[(*spec.programs, len(chunks))](*padded, *rates, out, states, *step)
         return out[:, :-gap].reshape(rows, spec.layer.heads, spec.layer.value_dim)
 
     def reference(self, operands: dict[str, Tensor], states: Tensor, chunks: list[Chunk]) -> list[Tensor]:
