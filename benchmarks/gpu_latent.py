@@ -1,6 +1,7 @@
 """Attention over latents on this GPU: kernels beside the bytes that they read, and whole models whose bits must agree.
 
-    python benchmarks/gpu_latent.py [out.json] [--parts=kernels,models]
+    python benchmarks/gpu_latent.py [out.json] [--parts=kernels,models] [--formats=kv16,...]
+    python benchmarks/gpu_latent.py [out.json] --parts=splits   times by the positions of a split
 
 Kernels: decode attention at DeepSeek-V3's sizes, 128 query heads over latents of 64 + 512 features, or the 16 of them
 that one of 8 GPUs has. Checked first: against float64, and for the same bits as the kernel for prompts. Times are
@@ -17,7 +18,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -47,6 +48,8 @@ DIM, VALUE = 576, (64, 576)
 FORMATS = ("kv16", "kv8", "kv4")
 CASES = ((128, 1, 1024), (128, 1, 65536), (128, 64, 1024), (128, 64, 65536), (16, 1, 65536), (16, 64, 8192))
 """(query heads, sequences, context)."""
+SPLITS = (256, 512, 1024, 2048)
+"""Positions of a split that are tried."""
 QUERIES = 3
 """Rows a sequence of a check."""
 MOST_ERROR = 6e-3
@@ -90,8 +93,8 @@ class Cache:
 class Problem:
     """A step of `queries` rows of each sequence over a cache."""
 
-    def __init__(self, cache: Cache, heads: int, queries: int = 1) -> None:
-        self.cache, self.heads, self.queries = cache, heads, queries
+    def __init__(self, cache: Cache, heads: int, queries: int = 1, split: int = 0) -> None:
+        self.cache, self.heads, self.queries, self.split = cache, heads, queries, split
         self.tokens = cache.batch * queries
         self.q = torch.randn(self.tokens, heads * DIM, device="cuda")
         last = torch.arange(cache.context - queries, cache.context, device="cuda", dtype=torch.int32)
@@ -101,7 +104,7 @@ class Problem:
     def launches(self, out: Tensor, merged: bool = True, whole: bool = False) -> Iterator[list[Launch]]:
         """The launches for each copy of the cache: of splits, and their merge; or of all positions in order."""
         cache, heads = self.cache, self.heads
-        spec, merge = specs(cache.kv.format, heads)
+        spec, merge = specs(cache.kv.format, heads, self.split)
         splits = -(-cache.context // spec[0].split)
         items = 1 if whole else self.tokens * heads * splits
         parts = torch.full((items, VALUE[1] - VALUE[0]), math.nan, device="cuda")
@@ -146,21 +149,24 @@ class Problem:
         return graph_us(one, 9, 16) * len(steps[0])
 
 
-def specs(format: str, heads: int) -> tuple[tuple[LatentSpec, LatentSpec], MergeSpec]:
+def specs(format: str, heads: int, split: int = 0) -> tuple[tuple[LatentSpec, LatentSpec], MergeSpec]:
     """The kernels of splits and of all positions, and of the merge."""
     kv, target = GpuKV(format, 1, DIM, leaves=1, value=VALUE), get_target(this_target())
-    found = []
+    found, split = [], split or split_positions(kv)
     for cut in ("split", "whole"):
-        spec = LatentSpec(kv, heads, heads * DIM, DIM**-0.5, split=split_positions(kv), cut=cut)
+        spec = LatentSpec(kv, heads, heads * DIM, DIM**-0.5, split=split, cut=cut)
         found.append(shape_for(spec, target.capability, target.shared_bytes))
-    merge = MergeSpec(kv, heads, split=split_positions(kv), most_splits=ALL_SPLITS)
+    merge = MergeSpec(kv, heads, split=split, most_splits=ALL_SPLITS)
     return (found[0], found[1]), merge
 
 
-def every_kernel() -> list[Kernel]:
-    """All kernels of this script, to be compiled beside each other."""
-    both = [specs(format, heads) for format in FORMATS for heads in {heads for heads, _, _ in CASES}]
-    return [kernel.kernel(90) for (split, whole), merge in both for kernel in (split, whole, merge)]
+def compiled_kernels(splits: Sequence[int], formats: Sequence[str]) -> None:
+    """Compile all kernels of a part beside each other."""
+    heads = {heads for heads, _, _ in CASES}
+    both = [specs(format, each, split) for format in formats for each in heads for split in splits]
+    kernels: list[Kernel] = [kernel.kernel(90) for (split, whole), merge in both for kernel in (split, whole, merge)]
+    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_kernel, kernels, [90] * len(kernels)))
 
 
 def checked(format: str, heads: int) -> Row:
@@ -191,9 +197,9 @@ class Read(NamedTuple):
         return cls(4 * numbers.numel() / graph_us([partial(torch.sum, numbers, dim=0, out=out)], 9, 4))
 
 
-def timed(format: str, heads: int, batch: int, context: int, read: Read) -> Row:
+def timed(format: str, heads: int, batch: int, context: int, read: Read, split: int = 0) -> Row:
     """Times of decoding, one row a sequence."""
-    problem = Problem(Cache(format, batch, context), heads)
+    problem = Problem(Cache(format, batch, context), heads, split=split)
     row: Row = {"format": format, "heads": heads, "batch": batch, "context": context, "bytes": problem.cache.bytes}
     row |= {"attention_us": problem.us(merged=False), "us": problem.us(), "whole_us": problem.us(whole=True)}
     best = min(row["us"], row["whole_us"])
@@ -208,18 +214,29 @@ def timed(format: str, heads: int, batch: int, context: int, read: Read) -> Row:
     return row
 
 
-def kernels() -> Row:
-    """Checks and times of all formats."""
-    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_kernel, every_kernel(), [90] * 99))
+def kernels(formats: Sequence[str]) -> Row:
+    """Checks and times."""
+    compiled_kernels((0,), formats)
     read = Read.measured()
     print(f"reading {read.bytes_a_us / 1e6:.2f} TB/s", flush=True)
     heads = sorted({heads for heads, _, _ in CASES})
     found: Row = {"reading_tb_s": read.bytes_a_us / 1e6, "decoding": []}
-    found["checks"] = [checked(format, each) for format in FORMATS for each in heads]
-    for format in FORMATS:
+    found["checks"] = [checked(format, each) for format in formats for each in heads]
+    for format in formats:
         for case in CASES:
             found["decoding"].append(timed(format, *case, read))
+            torch.cuda.empty_cache()
+    return found
+
+
+def splits() -> list[Row]:
+    """Times by the positions of a split."""
+    compiled_kernels(SPLITS, FORMATS[:1])
+    read, found = Read.measured(), []
+    for split in SPLITS:
+        print(f"splits of {split}", flush=True)
+        for case in CASES:
+            found.append({"split": split, **timed(FORMATS[0], *case, read, split)})
             torch.cuda.empty_cache()
     return found
 
@@ -259,14 +276,14 @@ def models() -> list[Row]:
 
 def main() -> int:
     """Do the parts; the exit code."""
-    named = [a.split("=", 1)[1].split(",") for a in sys.argv[1:] if a.startswith("--parts=")]
+    given = {a.partition("=")[0]: a.partition("=")[2].split(",") for a in sys.argv[1:] if a.startswith("--")}
+    parts = {"kernels": partial(kernels, given.get("--formats", FORMATS)), "models": models, "splits": splits}
     path = next((Path(a) for a in sys.argv[1:] if not a.startswith("--")), None)
     results: Row = {**facts()}
-    for part, measure in (("kernels", kernels), ("models", models)):
-        if not named or part in named[0]:
-            results[part] = measure()
-            if path:
-                path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for part in given.get("--parts", ("kernels", "models")):
+        results[part] = parts[part]()
+        if path:
+            path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     checks = results.get("kernels", {}).get("checks", [])
     wrong = [row for row in checks if not row["error"] < MOST_ERROR or row["different_bits"]]
     for row in results.get("models", []):

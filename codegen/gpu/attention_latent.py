@@ -30,6 +30,12 @@ With less, half a page is loaded at a time."""
 SUMS = 64
 """Sums per thread, if that takes at most MOST_WARPS."""
 MOST_WARPS = 8
+SPECIALIZED_ROWS = 64
+"""Rows of a wgmma, and of a warp-specialized program: with fewer heads some are idle, which costs no time there."""
+SPECIALIZED_VALUES, SPECIALIZED_SHARED = (128, 256, 512), 64
+"""Features of values, and those that keys have besides, in whole swizzled rows of shared memory of 128 bytes."""
+MEAN_REGISTERS = 168
+"""Of a thread, over all three groups of warps."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ class LatentSpec(VisibleKeys):
     inline_asm: bool = True
     bias_positions: int = 0
     sinks: bool = False
+    warp_specialized: bool = False
+    """Whether warps that copy, and two groups of warps that compute, do so at the same time (sm_90, 64 rows, bf16)."""
 
     @property
     def title(self) -> str:
@@ -65,8 +73,12 @@ class LatentSpec(VisibleKeys):
 
     @property
     def warps(self) -> int:
-        """Warps per program."""
-        return max(4, min(MOST_WARPS, self.rows * power_of_two(self.kv.value_dim) // (32 * SUMS)))
+        """Warps per program; with `warp_specialized`, those of one of three groups."""
+        return (
+            4
+            if self.warp_specialized
+            else max(4, min(MOST_WARPS, self.rows * power_of_two(self.kv.value_dim) // (32 * SUMS)))
+        )
 
     @property
     def arguments(self) -> list[Argument]:
@@ -96,7 +108,7 @@ class LatentSpec(VisibleKeys):
         name = f"latent_attention_{self.kv.format}_{self.cut}"
         log2_e = math.log2(math.e)
         source = render_template(
-            "attention_latent.py.jinja",
+            f"attention_latent{'_warp_specialized' * self.warp_specialized}.py.jinja",
             spec=self,
             name=name,
             arguments=self.arguments,
@@ -109,12 +121,16 @@ class LatentSpec(VisibleKeys):
             log2_e=log2_e,
             q_scale=self.scale if self.softcap else self.scale * log2_e,
         )
-        return Kernel(name, source, tuple(self.arguments), self.warps, self.stages, fusion=False)
+        registers = MEAN_REGISTERS if self.warp_specialized else 0
+        return Kernel(name, source, tuple(self.arguments), self.warps, self.stages, False, False, registers)
 
 
 def shape_for(spec: LatentSpec, capability: int, shared_bytes: int) -> LatentSpec:
     """`spec` with rows and positions for a GPU, the same for every step: all rows take the same instructions."""
     rows = max(LEAST_ROWS, min(power_of_two(spec.heads), MOST_ROWS.get(capability, OTHER_ROWS)))
+    sizes = spec.kv.value_dim in SPECIALIZED_VALUES and spec.kv.dim - spec.kv.value_dim == SPECIALIZED_SHARED
+    if capability == 90 and spec.kv.bits == 16 and sizes and spec.inline_asm and not spec.bias_positions:
+        return replace(spec, rows=SPECIALIZED_ROWS, leaf=PAGE_TOKENS, stages=2, warp_specialized=True)
     # Loads to come take shared memory: without whole groups words do, and without wgmma codes of 8 bits do twice.
     pipelined = spec.kv.bits == 16 or (spec.aligned and (spec.kv.bits == 4 or capability in MOST_ROWS))
     leaf = PAGE_TOKENS if shared_bytes >= WHOLE_PAGES else PAGE_TOKENS // 2

@@ -13,6 +13,9 @@ from qcompile.codegen.gpu.visible_keys import VisibleKeys
 from qcompile.codegen.sizes import power_of_two
 from qcompile.targets import has_pdl
 
+PART_FEATURES = 128
+"""Features of a program that merges many splits: a warp loads them at once."""
+
 
 @dataclass(frozen=True)
 class MergeSpec(VisibleKeys):
@@ -44,7 +47,12 @@ class MergeSpec(VisibleKeys):
     @property
     def heads_per_program(self) -> int:
         """Heads per program."""
-        return math.gcd(self.heads, 4) if self.batched and self.most_splits == GROUP_SPLITS else 1
+        return math.gcd(self.heads, 4) if self.batched and not self.many else 1
+
+    @property
+    def many(self) -> bool:
+        """Whether it merges more splits than a group has, one after the other: programs have few features."""
+        return self.most_splits > GROUP_SPLITS
 
     @property
     def merges_leaves(self) -> bool:
@@ -52,14 +60,16 @@ class MergeSpec(VisibleKeys):
         return self.level == 1 and self.leaves > 1
 
     @property
-    def dim_halves(self) -> int:
-        """Programs that divide a head's features: 2 if neither overwrites what the other reads."""
+    def dim_parts(self) -> int:
+        """Programs that divide a head's features: several only if none overwrites what another reads."""
+        if self.many and self.final and not self.amax:
+            return max(1, power_of_two(self.kv.value_dim) // PART_FEATURES)
         return 2 if self.merges_leaves and self.final else 1
 
     @property
     def programs(self) -> int:
         """Programs per token and group of splits."""
-        return self.heads // self.heads_per_program * self.dim_halves
+        return self.heads // self.heads_per_program * self.dim_parts
 
     @property
     def kind(self) -> str:
@@ -85,6 +95,6 @@ class MergeSpec(VisibleKeys):
             dim_block=power_of_two(self.kv.value_dim),
             sinks=self.sinks and self.final,
             log2_e=math.log2(math.e),
-            batch=8 if self.batched else GROUP_SPLITS,
+            batch=8 if self.batched and not self.many else GROUP_SPLITS,
         )
         return Kernel(name, source, tuple(arguments), warps, 1, pdl, fusion=False)

@@ -17,7 +17,7 @@ from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState
 
 TILE = 2048
 """Numbers of a state that a program holds."""
-SCAN_TILE = 1024
+SCAN_TILE = 512
 """The same where each number has a factor of its own, which takes an exponential."""
 WARP = 2048
 """Most numbers of a state that a warp holds."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from qcompile.codegen.gpu.append import AppendSpec
 from qcompile.codegen.gpu.attention_latent import LatentSpec, shape_for
@@ -15,6 +18,7 @@ from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.router import BlocksSpec, EverySpec
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TARGETS
+from tests.support.gluon_machine import launch
 from tests.support.graphs import latent, step_inputs
 from tests.support.interpreted import interpreted, needs_triton
 from tests.support.lowering import gpu_program
@@ -92,6 +96,121 @@ def interpret_every_expert() -> None:
 
 def test_every_expert_interpreted() -> None:
     interpreted(__name__, "interpret_every_expert()")
+
+
+# ---- warp groups (support/gluon_machine.py) ----------------------------------------------------------
+
+
+class Steps:
+    """Rows of sequences, of `counts` each, the last at the end of `contexts`; behind it, pages hold no numbers."""
+
+    SPLIT = 128
+
+    def __init__(self, heads: int, counts: list[int], contexts: list[int], **more: Any) -> None:
+        torch.manual_seed(1)
+        self.heads, self.counts = heads, counts
+        kv = GpuKV("kv16", 1, 192, leaves=1, value=(64, 192))
+        spec = LatentSpec(kv, heads, heads * 192, 192**-0.5, split=self.SPLIT, **more)
+        self.spec = shape_for(spec, 90, TARGETS["h200"].shared_bytes)
+        per_sequence = -(-max(contexts) // 64) + 1
+        self.table = torch.randperm(len(counts) * per_sequence, dtype=torch.int32).view(len(counts), -1)
+        self.pages = torch.randn(self.table.numel(), 64, 192).bfloat16()
+        for sequence, end in enumerate(contexts):
+            self.pages[self.table[sequence, end // 64], end % 64 :] = math.nan
+        self.q, self.sinks = torch.randn(sum(counts), heads * 192), torch.linspace(-2, 12, heads)
+        ranges = [torch.arange(end - count, end) for count, end in zip(counts, contexts, strict=True)]
+        self.positions = torch.cat(ranges).int()
+        self.start = torch.tensor([0, *counts]).cumsum(0).int()
+        self.splits = -(-max(contexts) // self.SPLIT)
+
+    def run(self, spec: LatentSpec) -> dict[str, Tensor]:
+        """What a kernel writes."""
+        found = {"out": torch.full((len(self.q), self.heads, 128), math.nan)}
+        places = len(self.q), self.heads, self.splits
+        found |= {"parts": torch.full((*places, 128), math.nan), "stats": torch.full((*places, 2), math.nan)}
+        given = {"q": self.q, "kv": self.pages, "positions": self.positions, "query_start": self.start, **found}
+        given |= {"block_table": self.table, "sinks": self.sinks}
+        programs = -(-max(self.counts) * self.heads // spec.rows) + 1  # one more than any sequence has rows for
+        grid = (programs, len(self.counts), 1 if spec.cut == "whole" else self.splits)
+        launch(spec.kernel(90), grid, {**given, "table_stride": self.table.shape[1], "splits": self.splits})
+        return found
+
+    def merged(self, found: dict[str, Tensor]) -> Tensor:
+        """Partial results of splits, added in order."""
+        best, (parts, stats) = torch.full((len(self.q), self.heads), -1e30), (found["parts"], found["stats"])
+        total, acc = torch.zeros_like(best), torch.zeros(*best.shape, 128)
+        for split in range(self.splits):
+            m, count, part = stats[:, :, split, 0], stats[:, :, split, 1], parts[:, :, split]
+            seen = m.isfinite()
+            higher = torch.where(seen, torch.maximum(best, m), best)
+            fade, grow = torch.exp2(best - higher), torch.where(seen, torch.exp2(m - higher), 0.0)
+            total = total * fade + torch.where(seen, count * grow, 0.0)
+            acc = acc * fade[..., None] + torch.where(seen[..., None], part * grow[..., None], 0.0)
+            best = higher
+        total += torch.exp2(self.sinks * math.log2(math.e) - best) if self.spec.sinks else 0.0
+        return acc * (1 / total)[..., None]
+
+    def wanted(self) -> Tensor:
+        """In float64."""
+        found, spec = [], self.spec
+        for sequence, (begin, end) in enumerate(zip(self.start[:-1], self.start[1:], strict=True)):
+            keys = self.pages[self.table[sequence].long()].flatten(0, 1).double().nan_to_num()
+            q = self.q[begin:end].double().unflatten(1, (self.heads, 192))
+            score = torch.einsum("qhd,td->qht", q, keys) * spec.scale
+            score = spec.softcap * torch.tanh(score / spec.softcap) if spec.softcap else score
+            position, past = self.positions[begin:end, None], torch.arange(len(keys))
+            hidden = past > position
+            hidden = hidden | (past <= position - spec.window) if spec.window else hidden
+            hidden = hidden | (past < position - position % spec.chunk) if spec.chunk else hidden
+            score = score.masked_fill(hidden[:, None], -math.inf)
+            if spec.sinks:
+                score = torch.cat((score, self.sinks.double().expand(len(q), -1)[..., None]), -1)
+            found.append(score.softmax(-1)[..., : len(keys)] @ keys[:, 64:])
+        return torch.cat(found)
+
+
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 100, "sinks": True},
+    "chunk": {"chunk": 52},
+    "cap": {"softcap": 9.0},
+}
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("heads", [24, 128])
+def test_warp_groups_over_latents(heads: int, scores: str) -> None:
+    """Both cuts against float64, and to the bit against each other; programs without rows, and of several positions."""
+    steps = Steps(heads, [3, 1, 2], [300, 1, 130], **SCORES[scores])
+    assert steps.spec.warp_specialized
+    want, merged = steps.wanted(), steps.merged(steps.run(steps.spec))
+    whole = steps.run(replace(steps.spec, cut="whole"))["out"]
+    assert ((merged - want).norm() / want.norm()).item() < WARP_GROUPS_ERROR
+    # The exponential of a sink is NumPy's in one, and torch's in the other.
+    assert torch.allclose(whole, merged, rtol=1e-6, atol=1e-9) if steps.spec.sinks else torch.equal(whole, merged)
+
+
+WARP_GROUPS_ERROR = 4e-3
+"""Queries and weights of values are rounded to bf16."""
+
+
+def test_a_row_of_warp_groups_has_its_bits_alone() -> None:
+    steps = Steps(24, [3, 2], [200, 70])
+    together = steps.run(replace(steps.spec, cut="whole"))["out"]
+    alone = Steps(24, [3, 2], [200, 70])
+    alone.q, alone.positions = steps.q[2:3].contiguous(), steps.positions[2:3].contiguous()
+    alone.counts, alone.start = [1], torch.tensor([0, 1], dtype=torch.int32)
+    assert torch.equal(alone.run(replace(steps.spec, cut="whole"))["out"][0], together[2])
+
+
+def test_what_warp_groups_do_not_take() -> None:
+    """Other sizes and codes have the kernel that all GPUs have."""
+    sizes = (("kv16", 576, 64, {}, True), ("kv8", 576, 64, {}, False), ("kv16", 544, 32, {}, False))
+    for format, dim, first, more, taken in (*sizes, ("kv16", 576, 64, {"bias_positions": 9}, False)):
+        kv = GpuKV(format, 1, dim, leaves=1, value=(first, dim))
+        spec = LatentSpec(kv, 16, 16 * dim, 0.1, **more)
+        assert shape_for(spec, 90, TARGETS["h200"].shared_bytes).warp_specialized == taken
+        assert not shape_for(spec, 80, TARGETS["a100"].shared_bytes).warp_specialized
 
 
 @pytest.mark.parametrize(
