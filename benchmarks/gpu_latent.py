@@ -48,7 +48,7 @@ DIM, VALUE = 576, (64, 576)
 FORMATS = ("kv16", "kv8", "kv4")
 CASES = ((128, 1, 1024), (128, 1, 65536), (128, 64, 1024), (128, 64, 65536), (16, 1, 65536), (16, 64, 8192))
 """(query heads, sequences, context)."""
-SPLITS = (256, 512, 1024, 2048)
+SPLITS = (512, 1024, 2048)
 """Positions of a split that are tried."""
 QUERIES = 3
 """Rows a sequence of a check."""

@@ -122,7 +122,9 @@ class LatentSpec(VisibleKeys):
             q_scale=self.scale if self.softcap else self.scale * log2_e,
         )
         registers = MEAN_REGISTERS if self.warp_specialized else 0
-        return Kernel(name, source, tuple(self.arguments), self.warps, self.stages, False, False, registers)
+        return Kernel(
+            name, source, tuple(self.arguments), self.warps, self.stages, self.warp_specialized, False, registers
+        )
 
 
 def shape_for(spec: LatentSpec, capability: int, shared_bytes: int) -> LatentSpec:

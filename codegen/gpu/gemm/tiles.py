@@ -296,7 +296,7 @@ def _is_valid(format: str, n: int, k: int, tile: Tile) -> bool:
     return True
 
 
-LATENT_SPLIT = 512
+LATENT_SPLIT = 1024
 """Positions per split of attention over latents: with few, partial results of many heads are as many bytes as keys."""
 
 
