@@ -134,6 +134,7 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
         },
     ),
     ("granitemoeshared", "granitemoeshared", EXPERTS | {"intermediate_size": 96, "shared_intermediate_size": 160}),
+    ("aria_text", "aria_text", HEAD | {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 2}),
     ("phimoe", "phimoe", EXPERTS | {"intermediate_size": 96, "router_jitter_noise": 0.2}),
     ("flex_olmo", "flex_olmo", EXPERTS | {"intermediate_size": 96}),
     ("gpt_oss", "gpt_oss", EXPERTS | WINDOW | {"intermediate_size": 96} | YARN),

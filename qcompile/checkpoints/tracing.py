@@ -48,7 +48,7 @@ def _traced(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int
     except Exception as error:  # torch.export raises whatever the traced code raises
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if reason.startswith("Constraints violated"):
-            if torch.__version__ < "2.13" and (program := _export_by_example(module, inputs, longest)):
+            if program := _export_by_example(module, inputs, longest):
                 return program
             reason = "it does not take any batch and number of tokens (a loop over tokens is traced for one length)"
             raise LengthError(f"{name} cannot be exported: {reason}") from error
@@ -66,7 +66,7 @@ def _exported(module: nn.Module, inputs: Sequence[Tensor], batch: Any, tokens: A
 def _export_by_example(module: nn.Module, inputs: Sequence[Tensor], longest: int) -> ExportedProgram | None:
     """Export with sizes as dynamic as the trace permits; None if it adds a guard that may not hold.
 
-    Before 2.13, torch adds guards for comparisons of strides that always hold.
+    torch adds guards for comparisons of strides that always hold, such as T * min(N, N * T) == N * T.
     """
     import sympy
 

@@ -103,7 +103,7 @@ class Fixed(modules.Plain):
 
 @pytest.mark.parametrize(("kind", "taken"), [(modules.Plain, True), (Longer, False), (Fixed, False)])
 def test_an_export_by_example_sets_no_condition(kind: Callable[..., nn.Module], taken: bool) -> None:
-    """What torch before 2.13 needs, whichever is here."""
+    """What torch needs where it cannot prove that a condition always holds, whichever version is here."""
     module = modules.randomized(kind(layers=1))
     program = tracing._export_by_example(state.Watched(module), [torch.zeros(2, 7, dtype=torch.int64)], 64)
     assert (program is not None) == taken
@@ -122,6 +122,7 @@ def test_conditions_that_always_hold() -> None:
     for condition in (
         sympy.Eq(Min(8 * one, 24 * one), 8 * one),  # as of strides, where a dimension is taken into another
         sympy.Eq(Min(one**2, 4 * one**2), one**2),
+        sympy.Eq(one * Min(256, 256 * one), 256 * one),
         sympy.Eq(one, same),
         sympy.Ge(one, 1),
     ):

@@ -51,6 +51,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "apertus": COMMON,  # an activation with its own scalars in each layer
     "hunyuan_v1_dense": COMMON | {"head_dim": 16},  # norms with weights after the rotation
     "ministral3": COMMON | {"head_dim": 16, "rope_parameters": LATENT["rope_parameters"] | SCALED},
+    "aria_text": COMMON | {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 1},  # strides in a condition
     "phimoe": COMMON | EXPERTS | {"router_jitter_noise": 0.2},  # experts chosen one after another
     "nemotron": COMMON,  # squared ReLU, LayerNorm with 1 + w
 }
