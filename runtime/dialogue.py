@@ -36,7 +36,7 @@ class Dialogue:
 
     tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": schema}}`. tool_choice:
     "auto", "none", "required", or `{"type": "function", "function": {"name": ...}}`. variables: further variables of
-    the template.
+    the template. structured: whether the reply is structured output, of which no part is reasoning or calls.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -46,6 +46,7 @@ class Dialogue:
     documents: Sequence[Mapping[str, Any]] | None = None
     reasoning_effort: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    structured: bool = False
 
     @property
     def offered(self) -> list[Mapping[str, Any]]:
@@ -88,6 +89,8 @@ class DialogueFormat:
             raise UsageError("tools: the chat template of this model takes none")
         if asked.tool_choice not in ("auto", "none"):
             return self._forced(asked, declared)
+        if asked.structured:
+            return Turn(self._silent_prompt(asked), ReplyParser)
         if tools and self._calls is None:
             raise UsageError("tools: the format of this model's calls is unknown: name it (--tool-parser)")
         prompt = self._rendered(asked, self._variables(asked, tools))
@@ -101,22 +104,32 @@ class DialogueFormat:
 
     def _forced(self, asked: Dialogue, declared: DeclaredTools) -> Turn:
         """A turn whose reply must call tools: a list of calls as JSON, whatever the model's own format, at once."""
-        tools = asked.offered
-        if not tools:
+        if asked.structured:
+            raise UsageError("tool_choice: structured outputs exclude calls; use 'auto' or 'none'")
+        if not asked.offered:
             raise UsageError("tool_choice needs tools")
         name = named_function(asked.tool_choice)
-        schema = calls_schema(tools, name, asked.parallel_tool_calls)
-        silent = dict(asked.variables) | {switch: False for switch in _SWITCHES if switch in self._reads}
-        variables = self._variables(replace(asked, variables=silent, reasoning_effort=None), tools)
-        prompt = self._rendered(asked, variables)
+        schema = calls_schema(asked.offered, name, asked.parallel_tool_calls)
         characters = self._calls.id_characters if self._calls else None
         return Turn(
-            prompt,
+            self._silent_prompt(asked),
             lambda: ReplyParser(calls=PlainJsonParser(declared)),
             id_characters=characters,
             schema=schema,
             named=name is not None,
         )
+
+    def _silent_prompt(self, asked: Dialogue) -> str:
+        """The prompt for a reply that is content from its first token on: reasoning is turned off or ended."""
+        if asked.reasoning_effort not in (None, "none"):
+            effort = shown(asked.reasoning_effort)
+            raise UsageError(f"reasoning_effort {effort}: structured outputs and forced calls exclude reasoning")
+        silent = dict(asked.variables) | {switch: False for switch in _SWITCHES if switch in self._reads}
+        variables = self._variables(replace(asked, variables=silent, reasoning_effort=None), asked.offered)
+        prompt = self._rendered(asked, variables)
+        if self._calls is not None and self._calls.whole:
+            return prompt + self._calls.content_start
+        return f"{prompt.rstrip()}\n\n{self._tags.closing}\n\n" if self._tags and self._begun(prompt) else prompt
 
     @property
     def _reads(self) -> frozenset[str]:
@@ -126,9 +139,12 @@ class DialogueFormat:
         tags = [self._tags.opening, self._tags.closing] if self._tags else []
         return [*tags, *(calls.tokens if calls else ())]
 
+    def _begun(self, prompt: str) -> bool:
+        """Whether a prompt ends within reasoning."""
+        return self._tags is not None and prompt.rstrip().endswith(self._tags.opening)
+
     def _parser(self, prompt: str, calls: ToolFormat | None, tools: DeclaredTools, most: int | None) -> ReplyParser:
-        begun = self._tags is not None and prompt.rstrip().endswith(self._tags.opening)
-        reasoning = ReasoningParser(self._tags, begun) if self._tags else None
+        reasoning = ReasoningParser(self._tags, self._begun(prompt)) if self._tags else None
         return ReplyParser(reasoning, calls.parser(tools) if calls else None, most)
 
     def _rendered(self, asked: Dialogue, variables: Mapping[str, Any]) -> str:

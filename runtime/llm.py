@@ -181,12 +181,13 @@ class LLM:
         """
         form = dialogue_format(self.template, self.tokenizer, tool_parser, reasoning_parser)
         self.end_at(closing_tokens(form.template, self.tokenizer))
-        variables = chat_template_kwargs or {}
-        asked = (tools, tool_choice, parallel_tool_calls, documents, reasoning_effort, variables)
-        turns = [form.turn(Dialogue(each, *asked)) for each in conversations_of(messages)]
+        conversations = conversations_of(messages)
         options = options if params is not None else {"max_tokens": None} | options
-        given = zip(turns, params_for(len(turns), params, options, self.sampling_defaults), strict=True)
-        params_of_each = [turn.params(one) for turn, one in given]
+        given = params_for(len(conversations), params, options, self.sampling_defaults)
+        asked = (tools, tool_choice, parallel_tool_calls, documents, reasoning_effort, chat_template_kwargs or {})
+        pairs = zip(conversations, given, strict=True)
+        turns = [form.turn(Dialogue(each, *asked, one.structure is not None)) for each, one in pairs]
+        params_of_each = [turn.params(one) for turn, one in zip(turns, given, strict=True)]
         prompts = [self.encode(turn.prompt, special=False) for turn in turns]
         if stream:
             return with_messages(turns, self.stream(prompts, params_of_each))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qcompile.errors import UsageError
 from qcompile.runtime.parsers.reply import ReplyParser
 from qcompile.runtime.sampling.sampling import SamplingParams
 
@@ -28,13 +27,11 @@ class Turn:
     named: bool = False
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """The sampling parameters of a request, with what replies need. Raises UsageError if they exclude it."""
+        """The sampling parameters of a request, with what replies need."""
         if self.keeps_special:
             params = replace(params, skip_special_tokens=False)
         if self.schema is None:
             return params
-        if params.structured_outputs is not None:
-            raise UsageError("tool_choice: structured outputs exclude calls; use 'auto' or 'none'")
         return replace(params, structured_outputs={"json": self.schema, "disable_any_whitespace": True})
 
 

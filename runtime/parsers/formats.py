@@ -30,7 +30,7 @@ class ToolFormat:
 
     marks: a template with all texts of one of these teaches the format. tokens: texts in replies that may be special
     tokens. id_characters: length of call ids, where templates demand one. whole: whether the parser reads every reply,
-    with reasoning, not only those of requests with tools.
+    with reasoning, not only those of requests with tools. content_start: what such a reply writes before its content.
     """
 
     parser: Callable[[DeclaredTools], CallParser]
@@ -38,6 +38,7 @@ class ToolFormat:
     tokens: Sequence[str] = ()
     id_characters: int | None = None
     whole: bool = False
+    content_start: str = ""
 
 
 TOOL_FORMATS = {
@@ -46,6 +47,7 @@ TOOL_FORMATS = {
         [("<|channel|>", "<|message|>")],
         ("<|channel|>", "<|start|>", "<|message|>", "<|end|>", "<|constrain|>"),
         whole=True,
+        content_start="<|channel|>final<|message|>",
     ),
     "deepseek": ToolFormat(
         FencedTokensParser,

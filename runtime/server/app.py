@@ -256,8 +256,9 @@ class _Handlers:
         """POST /v1/chat/completions."""
         if self._dialogues is None:
             raise UsageError(f"{self._served.name} has no chat template: use /v1/completions")
-        turn = await run_in_threadpool(self._dialogues.turn, asked.dialogue())
-        params = turn.params(asked.params(self._llm.sampling_defaults))
+        given = asked.params(self._llm.sampling_defaults)
+        turn = await run_in_threadpool(self._dialogues.turn, asked.dialogue(given.structure is not None))
+        params = turn.params(given)
         reply = ChatReply(self._served.name, params.n, self._llm.token_bytes, asked.top_logprobs or 0, turn)
         return await self._answer(request, asked, [turn.prompt], params, reply, special=False)
 

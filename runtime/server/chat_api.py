@@ -133,8 +133,8 @@ class ChatRequest(Common):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def dialogue(self) -> Dialogue:
-        """What the model is asked. Raises UsageError."""
+    def dialogue(self, structured: bool = False) -> Dialogue:
+        """What the model is asked. structured: whether for structured output. Raises UsageError."""
         tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools or ()]
         if not tools and self.tool_choice not in ("auto", "none"):
             raise UsageError("tool_choice needs tools")
@@ -146,6 +146,7 @@ class ChatRequest(Common):
             self.documents,
             self.reasoning_effort,
             self.chat_template_kwargs or {},
+            structured,
         )
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:

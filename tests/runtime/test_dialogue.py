@@ -135,10 +135,26 @@ def test_forced_calls_have_a_schema_and_no_reasoning() -> None:
     assert one.named and one.schema["maxItems"] == 1 == len(one.schema["items"]["anyOf"])
     reply = turn.parser().whole('[{"name":"noop","parameters":{"a":1}},{"name":"search","parameters":{}}]')
     assert [(call.name, call.arguments) for call in reply.calls] == [("noop", '{"a":1}'), ("search", "{}")]
-    params = turn.params(SamplingParams())
-    assert params.structure is not None
+    assert turn.params(SamplingParams()).structure is not None
     with pytest.raises(UsageError, match="structured outputs exclude calls"):
-        turn.params(params)
+        forced("required", structured=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt"),
+    [
+        ("{{ enable_thinking }}</think>", "False</think>"),
+        ("a<think>\n{# </think> #}", "a<think>\n\n</think>\n\n"),
+        ("a{# <|channel|><|message|> #}", "a<|channel|>final<|message|>"),
+        ("a{# </think> #}", "a"),
+    ],
+)
+def test_structured_output_is_content_from_its_first_token_on(source: str, prompt: str) -> None:
+    with pytest.raises(UsageError, match="reasoning_effort 'high': structured outputs and forced calls exclude reason"):
+        form(source).turn(Dialogue([], reasoning_effort="high", structured=True))
+    turn = form(source).turn(Dialogue([], reasoning_effort="none", structured=True))
+    assert turn.prompt == prompt and turn.schema is None
+    assert turn.parser().whole('{"a": "<think>"}') == ParsedReply('{"a": "<think>"}')
 
 
 def test_references_within_parameters_stay_right() -> None:
