@@ -285,7 +285,7 @@ MUTATIONS = (
     Mutation(
         "penalties do not note what an executor chose",
         "runtime/sampling/sampling.py",
-        "for token in tokens if self._noted or self.grammar else ():",
+        "for token in tokens if self._noted or self.grammar or self.params.bans else ():",
         "for token in ():",
         "tests/runtime/sampling/test_penalties.py",
     ),

@@ -227,14 +227,18 @@ class LLM:
     def check(self, params: SamplingParams) -> None:
         """Raise UsageError for parameters that this model does not support."""
         check_supported(params, self.vocab_size, self.tokenizer is not None, self.executor.masks)
+        self.engine.bans(params)
 
-    def encode(self, prompt: object, cut: bool = False, special: bool = True, alone: bool = False) -> list[int]:
+    def encode(
+        self, prompt: object, cut: bool = False, special: bool = True, params: SamplingParams | None = None
+    ) -> list[int]:
         """A prompt's token numbers, checked. With `cut`, a prompt that is too long loses its start. Raises UsageError.
 
-        special: False if the text contains all special tokens already, as the output of a chat template does. alone:
-        whether no token will follow.
+        special: False if the text contains all special tokens already, as the output of a chat template does. params:
+        what the prompt is for: how much of it is kept, and whether a token will follow.
         """
-        return self._prompts.encode(prompt, cut, special, alone)
+        kept = None if params is None else self._prompts.kept(params)
+        return self._prompts.encode(prompt, cut, special, params is not None and params.max_tokens == 0, kept)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included; empty if the artifact has no tokenizer."""

@@ -55,7 +55,8 @@ class PromptReader:
         """A prompt of text, tokens, or embeddings from `embeddings`. Raises UsageError."""
         alone = params.max_tokens == 0
         if not isinstance(prompt, np.ndarray) or prompt.dtype != np.float32:
-            return CheckedPrompt(prompt if isinstance(prompt, str) else None, self.encode(prompt, alone=alone))
+            text = prompt if isinstance(prompt, str) else None
+            return CheckedPrompt(text, self.encode(prompt, alone=alone, kept=self.kept(params)))
         width = self._engine.executor.embed_width
         if not width:
             raise UsageError(
@@ -64,16 +65,26 @@ class PromptReader:
             )
         if prompt.shape[1] != width:
             raise UsageError(f"prompt_embeds must be [tokens, {width}], and have shape {list(prompt.shape)}")
+        if params.truncate_prompt_tokens is not None:
+            raise UsageError("truncate_prompt_tokens is for prompts of text or tokens")
         if params.prompt_logprobs is not None:
             raise UsageError("prompt_logprobs are for prompts of tokens: embeddings have none")
         self._check_length(len(prompt), alone)
         return CheckedPrompt(None, [0] * len(prompt), prompt)
 
-    def encode(self, prompt: object, cut: bool = False, special: bool = True, alone: bool = False) -> list[int]:
+    def kept(self, params: SamplingParams) -> int | None:
+        """How many of a prompt's last tokens to keep by truncate_prompt_tokens; None for all."""
+        if params.truncate_prompt_tokens != -1:
+            return params.truncate_prompt_tokens
+        return max(1, self._engine.context - (1 if params.max_tokens is None else params.max_tokens))
+
+    def encode(
+        self, prompt: object, cut: bool = False, special: bool = True, alone: bool = False, kept: int | None = None
+    ) -> list[int]:
         """A prompt's token numbers, checked. With `cut`, a prompt that is too long loses its start. Raises UsageError.
 
         special: False if the text contains all special tokens already, as the output of a chat template does. alone:
-        whether no token will follow.
+        whether no token will follow. kept: as `kept` gives it.
         """
         if isinstance(prompt, str):
             if not prompt:
@@ -88,6 +99,8 @@ class PromptReader:
         else:
             raise UsageError(f"a prompt must be text or a list of token numbers, not {type(prompt).__name__}")
         self.check_range(tokens)
+        if kept is not None:
+            tokens = tokens[-kept:]
         if cut:
             return tokens[1 - self._engine.context :] if len(tokens) >= self._engine.context > 1 else tokens
         self._check_length(len(tokens), alone)

@@ -203,6 +203,14 @@ class Request:
         return self.spec.params
 
     @property
+    def call_length(self) -> int:
+        """Most tokens of prompt and output after a call of the executor that runs several steps or rounds: biases are
+        given for a whole call."""
+        prompt = self.spec.prompt_length
+        until = self.sampler.biases.until(self.sequence.length - prompt)
+        return self.spec.max_length if until is None else min(prompt + until, self.spec.max_length)
+
+    @property
     def reusable(self) -> int:
         """Positions that may be taken from the cache instead of computed: those with logits that nobody reports.
 

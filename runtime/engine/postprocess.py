@@ -92,7 +92,7 @@ class Postprocessor:
         reason: str | None = None
         if NO_TOKEN in tokens:
             tokens, reason = tokens[: tokens.index(NO_TOKEN)], "error"
-        ends = self._ends(request.params)
+        ends = self.ends(request.params)
         if not ends.isdisjoint(tokens):
             tokens = tokens[: next(i for i, token in enumerate(tokens) if token in ends) + 1]
             reason = "stop"
@@ -105,7 +105,7 @@ class Postprocessor:
             reason = "length"
         return self._end(request, tokens, reason, now, logprobs) if reason else Update(request, tokens, None, logprobs)
 
-    def _ends(self, params: SamplingParams) -> frozenset[int]:
+    def ends(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that end a request's text."""
         if not params.stop_token_ids:
             return _NONE if params.ignore_eos else self.eos
@@ -130,7 +130,8 @@ class Postprocessor:
         # The token that ends the text has none, unless it is asked for.
         hidden = update.finish_reason == "stop" and not request.params.include_stop_str_in_output
         written = tokens[: len(tokens) - hidden]
-        if (kept := extend_text(request, written)) < len(written):
+        early = request.params.min_tokens - (len(output.token_ids) - len(tokens))
+        if (kept := extend_text(request, written, early)) < len(written):
             surplus = len(tokens) - kept
             tokens = tokens[:-surplus]
             del request.sequence.tokens[-surplus:], output.token_ids[-surplus:]

@@ -1,10 +1,10 @@
 """Decides which rows the next step has: those of running requests first, then of waiting ones as pages allow.
 
-Requests are served in the order of their arrival. A request is admitted when the pool has pages for all its tokens.
-Pages that already hold the start of its text, computed for other requests, are shared, unless the request wants the
-logits of their positions. When a running request needs a page and none is free, the newest running request is
-preempted: it gives its pages back and is recomputed later. A row's results do not depend on its step, so its tokens are
-the same.
+Requests are served in the order of their priorities, and of their arrival. A request is admitted when the pool has
+pages for all its tokens. Pages that already hold the start of its text, computed for other requests, are shared, unless
+the request wants the logits of their positions. When a running request needs a page and none is free, the newest
+running request is preempted: it gives its pages back and is recomputed later. A row's results do not depend on its
+step, so its tokens are the same.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
-        self.waiting.append(request)
+        """Queue a request behind those with the same or a lower number of priority."""
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].params.priority > request.params.priority:
+            place -= 1
+        self.waiting.insert(place, request)
 
     def release(self, request: Request) -> None:
         """Remove a finished or cancelled request and free its pages; idempotent.
@@ -96,7 +99,7 @@ class Scheduler:
         """`plan`, in which all requests decode, with as many steps, up to `steps`, as all requests have room for."""
         if any(request.params.needs_logits(self.draws) for request in plan.requests):
             return plan
-        steps = min(steps, *(request.spec.max_length - request.sequence.length for request in plan.requests))
+        steps = min(steps, *(request.call_length - request.sequence.length for request in plan.requests))
         return StepPlan(plan.requests, plan.counts, self.reserve(plan.requests, steps))
 
     def reserve(self, requests: Sequence[Request], tokens: int) -> int:

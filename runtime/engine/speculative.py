@@ -104,7 +104,7 @@ class Speculation:
             wanted = self.controller.each(plan.requests, gamma)
         gammas = []
         for request, each in zip(plan.requests, wanted, strict=True):
-            left = min(request.spec.max_length, self.drafter.max_position) - len(request.sequence.tokens) - 1
+            left = min(request.call_length, self.drafter.max_position) - len(request.sequence.tokens) - 1
             gammas.append(max(0, min(each, most, left)) if request.sequence.decodes else 0)
         return gammas
 
@@ -133,7 +133,7 @@ class Speculation:
         rounds = max(1, tokens // wanted)
         ends = []
         for request, gamma in zip(plan.requests, gammas, strict=True):
-            limit = request.spec.max_length
+            limit = request.call_length
             ends.append(
                 min(len(request.sequence.tokens) + tokens, limit, self.drafter.max_position if gamma else limit)
             )

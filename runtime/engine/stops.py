@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from qcompile.runtime.detokenizer import Detokenizer
 from qcompile.runtime.engine.held_text import HeldText
 from qcompile.runtime.request import Request
 
 
-def extend_text(request: Request, tokens: Sequence[int]) -> int:
+def extend_text(request: Request, tokens: Sequence[int], early: int = 0) -> int:
     """Add the text of new tokens to the output. Returns how many of the tokens the output keeps.
+
+    In the text of the first `early` tokens, stop texts do not count.
 
     If a stop text ends the output, that may be fewer than all, and the output's stop_reason is set. Text that may turn
     out to be the start of a stop text is held back.
@@ -18,11 +21,19 @@ def extend_text(request: Request, tokens: Sequence[int]) -> int:
     if stream.detokenizer is None:
         return len(tokens)
     stops = request.params.stops
-    if not stops:
-        output.text += stream.detokenizer.push(tokens)
-        return len(tokens)
-    before, held = stream.detokenizer.clone(), stream.held
-    text = held + stream.detokenizer.push(tokens)
+    early = max(0, min(early, len(tokens))) if stops else len(tokens)
+    if early:
+        output.text += stream.detokenizer.push(tokens[:early])
+    if early < len(tokens):
+        return early + _search(request, stream.detokenizer, tokens[early:])
+    return len(tokens)
+
+
+def _search(request: Request, detokenizer: Detokenizer, tokens: Sequence[int]) -> int:
+    """`extend_text` for tokens in whose text stop texts count."""
+    stream, output, stops = request.stream, request.output, request.params.stops
+    before, held = detokenizer.clone(), stream.held
+    text = held + detokenizer.push(tokens)
     if text.first_stop(stops) or not stream.marks.keys().isdisjoint(tokens):
         # Decode again token by token: the request ends with the token that completes the stop text.
         stream.detokenizer, text = before, held

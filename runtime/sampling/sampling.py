@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from qcompile.errors import OverflowedError, UsageError, shown
 from qcompile.runtime.sampling.accept import Distribution, pick
+from qcompile.runtime.sampling.biases import NO_BANS, Bans, TokenBiases
 from qcompile.runtime.sampling.logprobs import MOST_REPORTED, empty_reports
 from qcompile.runtime.sampling.masks import GrammarState, Masks
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
@@ -38,6 +39,8 @@ _MOST_SUBTRACTED = 2.0
 """Largest frequency and presence penalty; the smallest is its negative, as in OpenAI's API."""
 _LEAST_TOP_P = 1e-9
 """Less than the largest probability of any vocabulary: a smaller top_p keeps one token, too."""
+_MOST_WORDS, _MOST_WORD = 1024, 256
+"""Most bad words of a request, and characters of one."""
 _MOST_TOKENS = 1 << 20
 """Most tokens in a list of them."""
 _MOST_BIAS, _MOST_BIASES = 100.0, 1024
@@ -45,7 +48,8 @@ _MOST_BIAS, _MOST_BIASES = 100.0, 1024
 
 
 _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
-_NO_NUMBERS = ("stop", "logit_bias", "stop_token_ids", "structured_outputs", *_FLAGS)
+_TOKENS = ("stop_token_ids", "allowed_token_ids")
+_NO_NUMBERS = ("stop", "logit_bias", "structured_outputs", "bad_words", *_TOKENS, *_FLAGS)
 """Fields whose values are not numbers."""
 
 
@@ -63,7 +67,10 @@ class SamplingParams:
     0. skip_special_tokens: whether special tokens have no text in the output; the token that ends it never has.
     best_of: number of samples to generate, of which the n with the highest mean log probability of a token are
     returned, the best first; None is n. structured_outputs: the language of the output, as StructuredOutputsParams or
-    by the names of its fields. Numbers may be numpy's.
+    by the names of its fields. min_tokens: number of tokens before which nothing ends the output: what would is not
+    chosen. allowed_token_ids: the only tokens that may be chosen. bad_words: texts that are not generated, in the
+    tokens that the tokenizer encodes them with. truncate_prompt_tokens: keep so many of the prompt's last tokens; -1
+    as many as fit. priority: of requests that wait, those with the lowest number run first. Numbers may be numpy's.
     """
 
     n: int = 1
@@ -84,6 +91,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
     best_of: int | None = None
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    min_tokens: int = 0
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
 
@@ -124,11 +136,36 @@ class SamplingParams:
         listed = self.stop is None or isinstance(self.stop, Sequence)
         texts = listed and all(isinstance(text, str) and text for text in self.stops)
         self._need("stop", texts, "one or several texts, none empty")
-        self._check_tokens("stop_token_ids")
+        for name in _TOKENS:
+            self._check_tokens(name)
+        self._check_bans()
+        self._need("priority", _whole(self.priority), "a whole number")
+        kept = self.truncate_prompt_tokens
+        fits = kept is None or (_whole(kept) and (kept >= 1 or kept == -1))
+        self._need("truncate_prompt_tokens", fits, "None, -1, or a whole number of at least 1")
 
     def _need(self, name: str, holds: bool, what: str) -> None:
         if not holds:
             raise UsageError(f"{name} must be {what}, not {shown(getattr(self, name))}")
+
+    def _check_bans(self) -> None:
+        """Raise UsageError for wrong values of the options that keep tokens from being chosen."""
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        fits = _whole(self.min_tokens) and 0 <= self.min_tokens <= most
+        self._need("min_tokens", fits, "a whole number of at least 0 and at most max_tokens")
+        words = self.bad_words or ()
+        listed = isinstance(words, Sequence) and not isinstance(words, str) and len(words) <= _MOST_WORDS
+        texts = listed and all(isinstance(word, str) and 0 < len(word) <= _MOST_WORD for word in words)
+        self._need("bad_words", texts, f"None or a list of at most {_MOST_WORDS} texts of 1 to {_MOST_WORD} characters")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise UsageError("allowed_token_ids is empty: give at least one token, or None for all")
+        if self.structured_outputs is not None and self.bans:
+            raise UsageError("min_tokens, allowed_token_ids and bad_words are not possible with structured_outputs")
+
+    @property
+    def bans(self) -> bool:
+        """Whether options keep tokens from being chosen."""
+        return bool(self.min_tokens or self.bad_words) or self.allowed_token_ids is not None
 
     def _check_tokens(self, name: str) -> None:
         """Raise UsageError unless a field is None or a list of token numbers; keeps it as a tuple of Python's."""
@@ -197,7 +234,7 @@ class SamplingParams:
     @property
     def argmax_only(self) -> bool:
         """Whether only the argmax of the model's logits is needed."""
-        plain = self.repetition_penalty == 1 and not self.counts and not self.logit_bias
+        plain = self.repetition_penalty == 1 and not self.counts and not (self.logit_bias or self.bans)
         plain = plain and self.structured_outputs is None
         return self.temperature == 0 and self.logprobs is None and plain
 
@@ -314,7 +351,7 @@ class Sampler:
     """Draws the tokens of one request, with its parameters, its random generator, and the tokens seen so far.
 
     `index` numbers the samples of a prompt (n > 1): each has its own random stream from the same seed. `grammar`
-    follows the output if the parameters have structured outputs.
+    follows the output if the parameters have structured outputs. `bans`: what it may not choose.
     """
 
     def __init__(
@@ -324,6 +361,7 @@ class Sampler:
         prompt: Sequence[int],
         vocab: int,
         grammar: GrammarState | None = None,
+        bans: Bans = NO_BANS,
     ) -> None:
         self.params, self._vocab, self._index, self.grammar = params, vocab, index, grammar
         self._ahead: deque[float] = deque()  # random numbers that `guess` or `draws` gave and `uniform` will return
@@ -331,10 +369,7 @@ class Sampler:
         """The tokens that penalties are for: of the prompt only if its repetition counts."""
         if params.repetition_penalty != 1 or params.counts:
             self._noted = Occurrences(prompt if params.repetition_penalty != 1 else ())
-        self._bias: Bias | None = None
-        if params.logit_bias:
-            tokens, values = zip(*params.logit_bias.items(), strict=True)
-            self._bias = Bias(np.array(tokens, np.int32), np.array(values, np.float32))
+        self.biases = TokenBiases(params.logit_bias, bans, vocab)
         self._reports: DoubleArray | None = None
         self._taken: DoubleArray | None = None
         self._known: DoubleArray | None = None
@@ -380,7 +415,8 @@ class Sampler:
     @property
     def foresees(self) -> bool:
         """Whether `draws` can be asked for tokens before those before them are known."""
-        return self._noted is None and self.params.logprobs is None and self.grammar is None
+        plain = self._noted is None and self.params.logprobs is None and self.grammar is None
+        return plain and not self.params.bad_words
 
     def draws(
         self, first: int, count: int, ahead: Sequence[int] = (), known: Sequence[int] = (), skipped: int = 0
@@ -399,14 +435,15 @@ class Sampler:
             options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
             penalties = Penalties(*options, *self._noted.listed(), count, ahead)
         masks = Masks(self.grammar, count, ahead) if self.grammar else None
+        bias = self.biases.after(skipped, ahead)
         if params.temperature == 0:
-            changes = GREEDY._replace(penalties=penalties, bias=self._bias, masks=masks)
+            changes = GREEDY._replace(penalties=penalties, bias=bias, masks=masks)
             return changes._replace(first=first, known=known, reports=reports)
         self._look_ahead(skipped + count)
         top_k = params.top_k if 0 < params.top_k < self._vocab else 0
         drawn = (params.temperature, params.top_p, _min_logit(params), top_k)
         uniforms = list(islice(self._ahead, skipped, skipped + count))
-        return Draws(*drawn, first, uniforms, penalties, self._bias, known, reports, masks)
+        return Draws(*drawn, first, uniforms, penalties, bias, known, reports, masks)
 
     def _new_reports(self, known: int, chosen: int) -> DoubleArray | None:
         """Room for the reports of so many known tokens, and of so many chosen ones if they are to be reported."""
@@ -434,7 +471,7 @@ class Sampler:
         if self.params.temperature:
             for _ in tokens:
                 self._ahead.popleft()
-        for token in tokens if self._noted or self.grammar else ():
+        for token in tokens if self._noted or self.grammar or self.params.bans else ():
             self.note(token)
 
     def take_reports(self) -> DoubleArray | None:
@@ -459,6 +496,7 @@ class Sampler:
 
     def note(self, token: int) -> None:
         """Note that the token was appended to the output."""
+        self.biases.note(token)
         if self._noted:
             self._noted.note(token)
         if self.grammar:
@@ -466,8 +504,8 @@ class Sampler:
 
     def _penalized(self, logits: FloatArray, ahead: Sequence[int] = ()) -> FloatArray:
         """Logits [vocab] after the tokens `ahead`, with biases, penalties and the grammar's mask."""
-        if self._bias:
-            logits = self._bias.added(logits)
+        if bias := self.biases.after(0, ahead):
+            logits = bias.added(logits)
         if self._noted:
             params = self.params
             options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)

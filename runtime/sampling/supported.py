@@ -13,7 +13,7 @@ def check_supported(params: SamplingParams, vocab: int, has_tokenizer: bool, has
     """
     if params.stops and not has_tokenizer:
         raise UsageError("this artifact has no tokenizer: stop texts cannot be found in its output")
-    for name in ("logit_bias", "stop_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         if (worst := max(getattr(params, name) or (-1,))) >= vocab:
             raise UsageError(f"{name} has token {worst}, outside the model's vocabulary of {vocab}")
     if params.structure and not has_masks:

@@ -65,7 +65,7 @@ Tokens = Annotated[list[int], Field(fail_fast=True)]
 _AS_THEY_ARE = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("n", "best_of", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
-    *("ignore_eos",),
+    *("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "priority"),
 )
 """Fields that SamplingParams has with the same names and values."""
 
@@ -74,11 +74,11 @@ class Common(BodyPart, StructureFields):
     """Fields of both kinds of request. Ranges that SamplingParams checks are not repeated here."""
 
     idle = {
-        **{"echo": (False,), "suffix": ("",), "min_tokens": (0,)},
+        **{"echo": (False,), "suffix": ("",)},
         **{"modalities": (["text"],)},
         **{"tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True)},
         **{"function_call": ("none", "auto")},
-        **{"reasoning_effort": ("none",), "verbosity": ("medium",), "length_penalty": (1,), "priority": (0,)},
+        **{"reasoning_effort": ("none",), "verbosity": ("medium",), "length_penalty": (1,)},
         **{"use_beam_search": (False,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,)},
         **{"add_generation_prompt": (True,), "chat_template_kwargs": ({},)},
     }
@@ -99,6 +99,11 @@ class Common(BodyPart, StructureFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    allowed_token_ids: Tokens | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -110,7 +115,7 @@ class Common(BodyPart, StructureFields):
     service_tier: str | None = None
     """Concerns OpenAI's own service, like the field before it: nothing is stored here, and there is one tier."""
 
-    def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, Any], max_tokens: int | None, **more: Any) -> SamplingParams:
         """The sampling parameters. Raises UsageError.
 
         Fields that were not given have the values in `defaults`, or else SamplingParams' own.
@@ -122,7 +127,8 @@ class Common(BodyPart, StructureFields):
         if self.logit_bias:
             given["logit_bias"] = {_token_number(token): bias for token, bias in self.logit_bias.items()}
         given["structured_outputs"] = asked_structure(self)
-        return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
+        found = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{**defaults, **found, "max_tokens": max_tokens})
 
     @property
     def usage_options(self) -> StreamOptions:

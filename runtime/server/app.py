@@ -248,7 +248,7 @@ class _Handlers:
         """POST /v1/completions."""
         params = asked.params(self._llm.sampling_defaults)
         prompts = asked.prompts()
-        echo = Echo(prompts, self._llm.decode) if asked.echo else None
+        echo = Echo(prompts, self._llm.decode, params.truncate_prompt_tokens is not None) if asked.echo else None
         reply = CompletionReply(self._served.name, params.n, self._llm.token_bytes, echo)
         return await self._answer(request, asked, prompts, params, reply)
 
@@ -276,7 +276,7 @@ class _Handlers:
         if asked.stream:
             params.check_streamed()
         self._service.admit(len(prompts) * params.generated.n, params)
-        tokens = await self._encoded(prompts, special, alone=params.max_tokens == 0)
+        tokens = await self._encoded(prompts, special, params)
         # Compiled in a thread, as it may take longer than other responses should wait.
         grammars = self._llm.engine.grammars
         grammar = await run_in_threadpool(grammars.compile, params.structure) if params.structure else None
@@ -289,11 +289,11 @@ class _Handlers:
             return Response(status_code=499)  # nobody reads it; proxies log this status for it
         return JSONResponse(reply.whole(outputs))
 
-    async def _encoded(self, prompts: list[Prompt], special: bool, alone: bool) -> list[list[int]]:
+    async def _encoded(self, prompts: list[Prompt], special: bool, params: SamplingParams) -> list[list[int]]:
         """The prompts' tokens. Long texts are encoded in a thread, so that other responses continue."""
 
         def encode() -> list[list[int]]:
-            return [self._llm.encode(prompt, special=special, alone=alone) for prompt in prompts]
+            return [self._llm.encode(prompt, special=special, params=params) for prompt in prompts]
 
         texts = [prompt for prompt in prompts if isinstance(prompt, str | list)]  # anything else is refused
         size = _FOR_A_PROMPT * len(prompts) + sum(map(len, texts))

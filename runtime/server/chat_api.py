@@ -154,5 +154,4 @@ class ChatRequest(Common):
         if self.top_logprobs and not self.logprobs:
             raise UsageError("top_logprobs needs logprobs: true")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        params = self.sampling(defaults, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
-        return SamplingParams(**(vars(params) | {"max_tokens": most}))
+        return self.sampling(defaults, most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)

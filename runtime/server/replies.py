@@ -118,15 +118,19 @@ class Reply(ABC):
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompts of a request, for a response that starts with them. decode: gives the text of tokens."""
+    """The prompts of a request, for a response that starts with them.
+
+    decode: gives the text of tokens. cut: whether prompts may have lost their starts.
+    """
 
     prompts: Sequence[Prompt]
     decode: Callable[[Sequence[int]], str]
+    cut: bool = False
 
     def text(self, output: RequestOutput) -> str:
         """The text of a prompt."""
         prompt = self.prompts[output.request_id]
-        return prompt if isinstance(prompt, str) else self.decode(output.prompt_token_ids)
+        return prompt if isinstance(prompt, str) and not self.cut else self.decode(output.prompt_token_ids)
 
 
 class CompletionReply(Reply):

@@ -64,6 +64,7 @@ def texts_of(vocab: int, sequences: int, random: np.random.Generator) -> tuple[l
         if index % 3 == 1:
             chosen = random.permutation(vocab)[: min(vocab, (300, 1, 20)[index // 3 % 3])].astype(np.int32)
             bias = Bias(chosen, (100 * random.standard_normal(len(chosen))).astype(np.float32))
+            bias.values[::3] = -math.inf  # tokens that may not be chosen
         known = [1, 2, 3][: index % 4] if not ahead else []
         draws = GREEDY._replace(first=first, penalties=given, bias=bias, known=known)
         if ahead:
@@ -112,6 +113,8 @@ def interpret_engine(how: str) -> None:
     machine = Machine.drafted(graph, how, pages=9)
     params = penalized(max_tokens=6, ignore_eos=True)[:6]
     params[3] = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={5: 2.5, 9: 2, 30: -100})
+    params[2] = replace(params[2], allowed_token_ids=range(3, 30))
+    params[5] = replace(params[5], min_tokens=2, stop_token_ids=range(1, 40, 2))
     params[4] = replace(params[4], logit_bias=dict.fromkeys(range(0, 40, 3), 0.5))
     if how == "logits":
         params[1] = SamplingParams(temperature=0, repetition_penalty=0.2, logprobs=21, max_tokens=6, ignore_eos=True)

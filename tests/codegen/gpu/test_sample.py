@@ -70,6 +70,7 @@ def interpret_draws(vocab: int) -> None:
     logits[3:7:3] = logits[3:7:3].round()
     logits[:, 7], logits[:, 9] = -0.0, 0.0
     logits[4, 5] = logits[0, vocab - 1] = -math.inf
+    logits[9:12, 5:30] = logits[12:14, 2:] = logits[3, 12:] = -math.inf  # most may not be chosen
     for turn in range(4):
         uniforms = [float(u) for u in random.random(len(params))]
         if turn == 0:

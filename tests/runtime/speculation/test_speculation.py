@@ -134,6 +134,29 @@ def test_penalties_know_what_was_drafted(name: str, artifact: Callable[[str], Pa
                 assert [generate(llm, **one) for one in options] == plain, gamma
 
 
+@pytest.mark.parametrize("name", ["qspec", "three levels", "lookup"])
+def test_bans_hold_for_what_is_drafted(name: str, artifact: Callable[[str], Path]) -> None:
+    """Tokens are those that Python chooses where ends may not come yet, few tokens are allowed, and words are bad."""
+    options: list[dict[str, Any]] = [
+        {"min_tokens": 13, "stop_token_ids": range(0, 8192, 3), "max_tokens": 40},
+        {"min_tokens": 13, "stop_token_ids": range(0, 8192, 3), "max_tokens": 40, "temperature": 0.8, "seed": 2},
+        {"allowed_token_ids": range(40, 60), "ignore_eos": True},
+        {"allowed_token_ids": range(40, 60), "temperature": 1.5, "seed": 1, "logprobs": 1},
+        {"allowed_token_ids": range(5, 9), "bad_words": ["#$", "&"], "temperature": 2.0, "seed": 1},
+    ]
+    with qcompile.load(artifact(name), threads=1, gamma=0) as llm:
+        library = [generate(llm, **one) for one in options]
+        llm.executor.draws = llm.engine.scheduler.draws = False  # type: ignore[misc]
+        plain = [generate(llm, **one) for one in options]
+    assert [[found[:4] for found in each] for each in library] == [[found[:4] for found in each] for each in plain]
+    assert all(13 < len(tokens) < 40 for each in plain[:2] for tokens, *_ in each)  # type: ignore[arg-type, misc]
+    assert all("#$" not in text and "&" not in text for _, text, *_ in plain[4])  # type: ignore[operator, misc]
+    with qcompile.load(artifact(name), threads=1) as llm:
+        for gamma in (2, 7, AUTO):
+            llm.engine.speculation.gamma = gamma
+            assert [generate(llm, **one) for one in options] == library, gamma
+
+
 @pytest.mark.parametrize("name", ["two levels", "three levels", "lookup", "other"])
 def test_rounds_by_the_host_are_those_of_the_library(name: str, artifact: Callable[[str], Path]) -> None:
     """Tokens, and what was drafted and kept at every place; also of texts that say the same again and again."""
