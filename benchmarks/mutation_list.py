@@ -474,8 +474,8 @@ MUTATIONS = (
     Mutation(
         "a step with penalties is queued before the tokens are known that they are for",
         "runtime/sampling/sampling.py",
-        "return self._noted is None and self.params.logprobs is None",
-        "return self.params.logprobs is None",
+        "plain = self._noted is None and self.params.logprobs is None",
+        "plain = self.params.logprobs is None",
         "tests/runtime/engine/test_engine.py",
     ),
     Mutation(
