@@ -157,7 +157,7 @@ def test_what_may_not_be_chosen_over_http(client: Client, llm: LLM) -> None:
     """Fields with the names of SamplingParams' mean the same."""
     fields: list[dict[str, Any]] = [
         {"min_tokens": 9, "stop_token_ids": list(range(0, 260, 2)), "max_tokens": 20},
-        {"allowed_token_ids": [66, 67, 68], "bad_words": ["B", "CD"]},
+        {"allowed_token_ids": [66, 67, 68], "bad_words": ["b", "cd"]},
         {"truncate_prompt_tokens": 1},
         {"priority": -3},
     ]
@@ -169,6 +169,6 @@ def test_what_may_not_be_chosen_over_http(client: Client, llm: LLM) -> None:
         assert status == 200 and text_of(found["choices"][0]) == want
     found = client.complete("ab", truncate_prompt_tokens=1, echo=True, logprobs=1, max_tokens=0)
     assert found["choices"][0]["text"] == "b" and found["usage"]["prompt_tokens"] == 1
-    assert "leave no token" in client.refused(400, {"prompt": "x", "allowed_token_ids": [66], "bad_words": ["A"]})
+    assert "leave no token" in client.refused(400, {"prompt": "x", "allowed_token_ids": [66], "bad_words": ["b"]})
     assert "at most max_tokens" in client.refused(400, {"prompt": "x", "min_tokens": 17})
     assert client.ask(CHAT, {"messages": SAID, "min_tokens": 17, "max_tokens": 17})[0] == 200
