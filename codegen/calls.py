@@ -272,9 +272,9 @@ class Elementwise(Call):
     """out = kind(x, operand), all f32 [rows, width]; out may be x itself.
 
     Kinds: those of ops.UNARY (no operand); those of ops.CURVES (`weight`: the parameters); scale (times `factor`);
-    shift (plus `factor`); clamp (to `low`, `high`); mul_row (times the single column of `other`); add and mul (operand
-    is the buffer `other`, or the weight vector `weight` [width]). x and other are read from columns `x_offset` and
-    `other_offset` on.
+    shift (plus `factor`); power (to the power `factor`, one of ops.POWERS); clamp (to `low`, `high`); mul_row and
+    add_row (times and plus the single column of `other`); add and mul (operand is the buffer `other`, or the weight
+    vector `weight` [width]). x and other are read from columns `x_offset` and `other_offset` on.
     """
 
     kernel: ClassVar[str] = "elementwise"
@@ -289,6 +289,30 @@ class Elementwise(Call):
     other_offset: int = 0
     low: float | None = None
     high: float | None = None
+
+
+@dataclass(frozen=True)
+class Mean(Call):
+    """out[t, i] = the mean of columns i * `width` to (i + 1) * `width` of x from column `x_offset` on; all f32."""
+
+    kernel: ClassVar[str] = "mean"
+    x: str
+    out: str
+    width: int
+    x_offset: int = 0
+
+
+@dataclass(frozen=True)
+class Mix(Call):
+    """out[t, n] = sum over slots s of x[t, s] * weights[t, n, s]; x: f32 [tokens, slots * width]."""
+
+    kernel: ClassVar[str] = "mix"
+    read_fields: ClassVar[tuple[str, ...]] = ("x", "weights")
+    x: str
+    weights: str
+    out: str
+    slots: int
+    results: int
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from qcompile.codegen.calls import (
     Gemm,
     Hadamard,
     Logits,
+    Mean,
+    Mix,
     Norm,
     NormHeads,
     QuantizeRows,
@@ -293,6 +295,21 @@ def _shift(low: Lowering, node: fx.Node) -> Call:
     return _elementwise(low, node, "shift", ops.operand(node, "x"), factor=ops.operand(node, "offset"))
 
 
+def _power(low: Lowering, node: fx.Node) -> Call:
+    return _elementwise(low, node, "power", ops.operand(node, "x"), factor=ops.operand(node, "exponent"))
+
+
+def _mean(low: Lowering, node: fx.Node) -> Call:
+    x = ops.operand(node, "x")
+    return Mean(node.name, low.buffer(x, whole=False), low.buffer(node), x.meta["val"].shape[-1], low.column(x))
+
+
+def _mix(low: Lowering, node: fx.Node) -> Call:
+    x, weights = ops.operand(node, "x"), ops.operand(node, "weights")
+    results, slots = weights.meta["val"].shape[-2:]
+    return Mix(node.name, low.buffer(x), low.buffer(weights), low.buffer(node), slots, results)
+
+
 def _clamp(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     return _elementwise(low, node, "clamp", given.x, low=given.low, high=given.high)
@@ -309,9 +326,9 @@ def _binary(low: Lowering, node: fx.Node) -> Call:
     if low.graph.is_weight(b):
         return _elementwise(low, node, kind, a, weight=low.vector(b))
     if shapes[0] != shapes[1]:
-        if kind != "mul" or shapes[1] != (shapes[0][0], 1):
+        if shapes[1] != (shapes[0][0], 1):
             raise PassError("codegen", node.name, f"{kind} of {tuple(shapes[0])} and {tuple(shapes[1])} has no kernel")
-        kind = "mul_row"
+        kind += "_row"
     return _elementwise(low, node, kind, a, b)
 
 
@@ -400,6 +417,9 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "mul": _binary,
     "clamp": _clamp,
     "shift": _shift,
+    "power": _power,
+    "mean": _mean,
+    "mix": _mix,
     **dict.fromkeys(("softmax", "top_k", "pick", "near_share", "normalize", "limit_groups"), _route),
     "every_expert": _every_expert,
     "expert_gemm": _expert_gemm,

@@ -18,6 +18,8 @@ from qcompile.codegen.calls import (
     Gemm,
     Hadamard,
     Logits,
+    Mean,
+    Mix,
     Norm,
     NormHeads,
     QuantizeRows,
@@ -150,13 +152,28 @@ class Statements:
             return [f"{c.kind}_by({x}, {f32(c.factor)}, {ident(c.out)});"]
         if c.kind == "clamp":
             return [f"clamp({x}, {bound(c.low, '-')}, {bound(c.high, '')}, {ident(c.out)});"]
-        if c.kind not in ("add", "mul", "mul_row"):
+        if c.kind in ("power", "add_row"):
+            self.headers["formulas.h"] = None
+        if c.kind == "power":
+            return [f"power<{round(2 * c.factor)}>({x}, {ident(c.out)});"]
+        if c.kind not in ("add", "mul", "add_row", "mul_row"):
             raise UnsupportedError(f"{c.name}: there is no elementwise kernel {c.kind}")
         if c.other is not None:
             operand = f"{ident(c.other)} + {c.other_offset}, {self.program.buffer(c.other).stride}"
         else:
             operand = f"{self.weight(c.weight)}, 0"
         return [f"{c.kind}({x}, {operand}, {ident(c.out)});"]
+
+    def _mean(self, c: Mean, _: int) -> list[str]:
+        self.headers["formulas.h"] = None
+        x = f"{ident(c.x)} + {c.x_offset}, {self.program.buffer(c.x).stride}, {c.width}"
+        return [f"mean({self.mine(c.out)}, {x}, {self.program.buffer(c.out).width}, {ident(c.out)});"]
+
+    def _mix(self, c: Mix, _: int) -> list[str]:
+        self.headers["formulas.h"] = None
+        x, weights = (f"{ident(name)}, {self.program.buffer(name).stride}" for name in (c.x, c.weights))
+        width = self.program.buffer(c.out).width // c.results
+        return [f"mix({self.mine(c.out)}, {x}, {weights}, {c.slots}, {c.results}, {width}, {ident(c.out)});"]
 
     def _gemm(self, c: Gemm, index: int) -> list[str]:
         x = self.program.buffer(c.x)

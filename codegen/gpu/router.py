@@ -199,7 +199,8 @@ class BlocksSpec:
 class CombineSpec:
     """out[t] = sum over slots s, in order, of x[t, s] (times scores[t, s]), f32; x has rows of `slots` times `width`.
 
-    If `other_stride` is not 0, the buffer `other` is added to it. Strides are in elements.
+    If `other_stride` is not 0, the buffer `other` is added to it. With `results` > 1, a row of scores has that many
+    sets of weights of the slots, and a row of out as many sums. Strides are in elements.
     """
 
     slots: int
@@ -209,18 +210,20 @@ class CombineSpec:
     score_stride: int = 0
     """0 if there are no scores."""
     other_stride: int = 0
+    results: int = 1
 
     PART = 512
 
     @property
     def programs(self) -> int:
         """Programs per row."""
-        return -(-self.width // self.PART)
+        return -(-self.width // self.PART) * self.results
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
         more = ["scores"] * (self.score_stride > 0) + ["other"] * (self.other_stride > 0)
         arguments = tuple(Argument(n, "*fp32") for n in ("x", "out", *more))
-        name, pdl = f"combine_{self.slots}{'_add' if self.other_stride else ''}", has_pdl(capability)
+        kind = f"mix_{self.results}" if self.results > 1 else "combine"
+        name, pdl = f"{kind}_{self.slots}{'_add' if self.other_stride else ''}", has_pdl(capability)
         values = {"name": name, "arguments": arguments, "part": self.PART, "pdl": pdl}
         return Kernel(name, render_template("combine.py.jinja", spec=self, **values), arguments, 4, 1, pdl)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qcompile.codegen.calls import Combine, EveryExpert, Gemm
+from qcompile.codegen.calls import Combine, EveryExpert, Gemm, Mix
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
 from qcompile.codegen.gpu.launches import Launch, Variant
@@ -82,4 +82,15 @@ def combine(context: PlanContext, c: Combine | fused.CombineAdd) -> Iterator[Lau
     spec = CombineSpec(c.slots, width, strides["x"], strides["out"], strides["scores"], strides["other"])
     args: Operands = {role: context.ref(name) for role, name in buffers.items() if name}
     kernel = spec.kernel(context.capability)
-    yield single_launch(c.name, "tokens", kernel, (GridSize("tokens"), spec.programs, 1), args)
+    rows = context.buffer(c.out).rows
+    yield single_launch(c.name, rows, kernel, (GridSize(rows), spec.programs, 1), args)
+
+
+def mix(context: PlanContext, c: Mix) -> Iterator[Launch]:
+    """The launch of several sums over a token's slots."""
+    x, weights, out = (context.buffer(name) for name in (c.x, c.weights, c.out))
+    width = out.width // c.results
+    spec = CombineSpec(c.slots, width, x.stride, out.stride, weights.stride, results=c.results)
+    args: Operands = {"x": context.ref(c.x), "out": context.ref(c.out), "scores": context.ref(c.weights)}
+    kernel = spec.kernel(context.capability)
+    yield single_launch(c.name, out.rows, kernel, (GridSize(out.rows), spec.programs, 1), args)

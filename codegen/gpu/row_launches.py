@@ -8,7 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from qcompile import ops
-from qcompile.codegen.calls import Elementwise, Embed, Gather, Hadamard, Logits, Norm, NormHeads, QuantizeRows, TakeRows
+from qcompile.codegen.calls import (
+    Elementwise,
+    Embed,
+    Gather,
+    Hadamard,
+    Logits,
+    Mean,
+    Norm,
+    NormHeads,
+    QuantizeRows,
+    TakeRows,
+)
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, amax_ref, single_launch, weight_refs
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
@@ -138,7 +149,9 @@ def _map(context: PlanContext, c: Elementwise) -> tuple[dict[str, Any], Operands
         return {"factor" if c.kind == "scale" else "offset": c.factor}, {}
     if c.kind == "clamp":
         return {"low": c.low, "high": c.high}, {}
-    if c.kind in ("add", "mul", "mul_row"):
+    if c.kind == "power":
+        return {"power": c.factor}, {}
+    if c.kind in ("add", "mul", "add_row", "mul_row"):
         if c.other is None:
             return {"binary": c.kind, "weight": c.weight is not None}, weight_refs(weight=c.weight)
         fields = {"binary": c.kind, "weight": False, "other_stride": context.buffer(c.other).stride}
@@ -146,6 +159,12 @@ def _map(context: PlanContext, c: Elementwise) -> tuple[dict[str, Any], Operands
     if c.kind not in (*ops.UNARY, *ops.CURVES):
         raise UnsupportedError(f"there is no GPU kernel {c.kind}")
     return {"unary": c.kind}, weight_refs(curve=c.weight)
+
+
+def mean(context: PlanContext, c: Mean) -> Iterator[Launch]:
+    """The launch of means over columns."""
+    spec = row_spec(context, c.x, c.out, c.width, blocks=context.buffer(c.out).width, mean=True)
+    yield row_launch(context, spec, c.name, context.ref(c.x, column=c.x_offset), c.out, {})
 
 
 # ---- quantization ----------------------------------------------------------------------------------

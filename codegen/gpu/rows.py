@@ -27,13 +27,16 @@ class RowSpec:
 
     - load: reads the row; with `indexed` the row `index[row]`, limited to `last` if that is not 0. With `gated`, the
       name of an activation, it computes act(gate) * up of 2 `width` bf16 columns, in alternating blocks of both.
-    - map: applies `unary` (of ops.UNARY, or of ops.CURVES with the parameters `curve`), clamps to `low` and `high`,
-      adds `offset`, applies `binary`, and multiplies by `factor`. `binary` is add or mul with the vector `weight` or
-      the buffer `other`, or mul_row with the single column of `other`.
+    - map: applies `unary` (of ops.UNARY, or of ops.CURVES with the parameters `curve`), raises to `power` (of
+      ops.POWERS; 0: not), clamps to `low` and `high`, adds `offset`, applies `binary`, and multiplies by `factor`.
+      `binary` is add or mul with the vector `weight` or the buffer `other`, or add_row or mul_row with the single
+      column of `other`.
     - norm: rms or layer, with `weight` and `bias`.
     - write: f32, bf16 or q8. q8 are int8 codes within +-`top` with one scale per row, and with `sums` the sum of the
       codes. With `group` there is a scale for each `group` columns, and the codes of the last group are within
       +-`last_top`. The scales of rows are `row_scales` apart, if a row has room for more than it needs.
+
+    With `mean` the row is reduced to its mean, one f32 for each block.
 
     With `blocks` > 1 a row consists of that many blocks of `width` elements (whole groups, if there are groups), and
     each has a program. With `amax_parts` all blocks share one scale, from that many maxima of magnitudes that earlier
@@ -49,6 +52,7 @@ class RowSpec:
     last: int = 0
     gated: str = ""
     unary: str = ""
+    power: float = 0.0
     binary: str = ""
     other_stride: int = 0
     factor: float = 1.0
@@ -67,6 +71,7 @@ class RowSpec:
     blocks: int = 1
     amax_parts: int = 0
     plain_stride: int = 0
+    mean: bool = False
 
     def __post_init__(self) -> None:
         if self.width > MAX_WIDTH:
@@ -76,6 +81,7 @@ class RowSpec:
     def title(self) -> str:
         """Title of the generated source."""
         parts = ["take" if self.indexed else "", self.gated and f"{self.gated} gate", self.unary, self.binary]
+        parts += [f"to the power {self.power}" if self.power else "", "mean" if self.mean else ""]
         parts += ["clamp" if self.clamped else "", "shift" if self.offset else ""]
         parts += ["scale" if self.factor != 1.0 else "", self.norm and f"{self.norm} norm"]
         done = ", ".join(part for part in parts if part) or "copy"

@@ -30,7 +30,7 @@ For an ATen operator that is missing, or for another way to write a known operat
 
 1. Write the handler in the file of its concept: layout, selection, concatenation, memory (copies and views);
    embeddings, positions, rotary, lengths, complex_numbers (functions of the position); elementwise, activations, norms,
-   linear; attention, written_attention, masks; recurrent; routers, one_by_one, experts, scattered. A pattern is
+   formulas, linear; attention, written_attention, masks; recurrent; routers, one_by_one, experts, scattered. A pattern is
    recognized from its last operator, with `is_call`, `strip` and `both_orders` of nodes.py.
 2. Add it to the line of its operator in `HANDLERS`: special cases first, the general rule last.
 3. Test in tests/passes/raising/ that a module with it has the same logits and the expected operators, and that similar
@@ -55,6 +55,7 @@ from qcompile.passes.raising import (
     elementwise,
     embeddings,
     experts,
+    formulas,
     layout,
     lengths,
     linear,
@@ -75,19 +76,20 @@ _MULTIPLY: tuple[Handler, ...] = (
     complex_numbers.multiply,
     positions.scale_by_position,
     scattered.scaled_inputs,
-    experts.scale_slots,
     norms.product_norm,
+    experts.scale_slots,
     activations.gelu,
     activations.quick_gelu,
     activations.mish,
     elementwise.multiply,
 )
-_DIVIDE: tuple[Handler, ...] = (routers.normalize, elementwise.divide, norms.quotient_norm)
+_DIVIDE: tuple[Handler, ...] = (routers.normalize, elementwise.divide, norms.quotient_norm, elementwise.quotient)
 _MATMUL: tuple[Handler, ...] = (
     scattered.expert_linear,
     experts.expert_linear,
     linear.matmul,
     positions.outer_matmul,
+    formulas.token_product,
     written_attention.written_attention,
 )
 _CAT: tuple[Handler, ...] = (norms.norms_of_heads, one_by_one.join_slots, concatenation.cat, concatenation.cat_several)
@@ -182,11 +184,18 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "mul": _MULTIPLY,
     "multiply": _MULTIPLY,
     "neg": (elementwise.negate,),
-    "pow": (activations.squared_relu,),
-    "square": (activations.squared_relu,),
+    "pow": (activations.squared_relu, formulas.power),
+    "reciprocal": (formulas.power,),
+    "rsqrt": (formulas.power,),
+    "sqrt": (formulas.power,),
+    "square": (activations.squared_relu, formulas.power),
     "sub": (elementwise.shift, elementwise.add),
     "true_divide": _DIVIDE,
     "where": (lengths.decided_where, activations.xielu, activations.written_softplus),
+    # reductions over features
+    "mean": (formulas.mean,),
+    "std": (formulas.deviation,),
+    "var": (formulas.deviation,),
     # activations and norms
     "elu": (activations.activation,),
     "gelu": (activations.activation,),

@@ -19,6 +19,9 @@ ALIASING = {
 }
 """Operators that may return memory of an operand, though not all of their schemas say so."""
 
+LIKE_ANOTHER = {"type_as", "view_as", "expand_as", "reshape_as"}
+"""Operators that read only the type or shape of their second operand."""
+
 NEW_MEMORY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 """Operators that return memory with arbitrary contents; `resize` keeps a part of the old contents."""
 
@@ -123,6 +126,8 @@ def shared(node: fx.Node) -> list[fx.Node]:
     if targets := overwritten(node):
         return targets
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    if operator_name(node) in LIKE_ANOTHER:
+        return inputs[:1]
     if operator_name(node) in ALIASING or any(result.alias_info is not None for result in returns):
         return inputs
     return [source for source in inputs if _memory(source) & _memory(node)]

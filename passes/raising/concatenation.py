@@ -29,12 +29,12 @@ def cat_several(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Kn
 
 
 def stack(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
-    """torch.stack of features of one raised tensor, or of functions of the position."""
+    """torch.stack of features of one or several raised tensors, or of functions of the position."""
     pieces = _pieces(facts, a.tensors)
     if pieces is None:
         return None
     dim = (a.dim or 0) % (len(pieces[0].dims) + 1)
-    return values.concatenate([values.unsqueeze(piece, dim) for piece in pieces], dim)
+    return concatenated(build, [values.unsqueeze(piece, dim) for piece in pieces], dim)
 
 
 def pad(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
@@ -60,6 +60,9 @@ def concatenated(build: Builder, pieces: Sequence[Value], dim: int) -> Value | N
         return whole
     if any(base is None for base in bases):
         return None
+    if len({float(abs(coef)) for piece in pieces for coef in np.unique(piece.terms["coef"])}) > 1:
+        pieces = [_unscaled(build, piece) for piece in pieces]
+        bases = list(dict.fromkeys(piece.base for piece in pieces))
     flat = [build.flat(base) for base in bases if base is not None]
     starts = np.cumsum([0, *(feature_sizes(base)[0] for base in flat)])
     like = [
@@ -67,6 +70,15 @@ def concatenated(build: Builder, pieces: Sequence[Value], dim: int) -> Value | N
     ]
     whole = values.concatenate(like, dim)
     return whole and replace(whole, base=build.gather(flat, np.arange(starts[-1])))
+
+
+def _unscaled(build: Builder, piece: Value) -> Value:
+    """`piece` with its constant factor applied, so that features of other factors can stand beside it."""
+    factors = np.unique(piece.terms["coef"])
+    if not piece.is_plain() or len(factors) > 1 or factors[0] == 1:
+        return piece
+    assert piece.base is not None
+    return replace(piece.scaled(1 / factors[0]), base=build.call("scale", piece.base, float(factors[0])))
 
 
 def _pieces(facts: Facts, tensors: Sequence[fx.Node]) -> list[Value] | None:

@@ -51,6 +51,19 @@ def divide(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     return value and value.scaled(1.0 / number)  # type: ignore[operator]
 
 
+def quotient(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """A quotient of features by features: a product with their reciprocals."""
+    if getattr(a, "rounding_mode", None) is not None:
+        return None
+    divisor = facts.plain(a.positional[1])
+    if divisor is None or not 1 <= len(divisor.sizes) <= 2:
+        return None
+    inverse, value = build.apply("power", divisor, node, -1.0), facts.value(a.positional[0])
+    if value is None or value.base is None:
+        return value and values.multiply(value, inverse)
+    return _combine(build, "mul", value, inverse, node)
+
+
 def add(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """A sum or difference: of functions of the position, of features and a weight, or of two features."""
     left, right = a.positional[:2]
@@ -115,6 +128,10 @@ def _combine(build: Builder, name: str, a: Value, b: Value, node: Any) -> Known:
         return None
     dims, left, right = aligned
     sizes = left.shape[1:]
+    for x, number in ((a, b), (b, a)):  # one number for all features
+        if number.count == 1 < x.count and x.sizes == sizes and len(sizes) == 1 and not is_one_slot(x.base):
+            made = build.call(name, build.emit(x, sizes, node), build.emit(number, (1,), node))
+            return identity(made, dims, sizes)
     if not a.sizes == b.sizes == sizes:
         if is_one_slot(a.base) or is_one_slot(b.base):
             return None

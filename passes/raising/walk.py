@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor, fx
 
@@ -58,17 +59,21 @@ def _meaning(facts: Facts, build: Builder, node: fx.Node, handlers: Mapping[str,
     if changes and (same := memory.rewrite_same(facts, node)) is not None:
         return same
     if changes:
-        if (written := write_part(facts, node, lambda view: _meaning(facts, build, view, handlers))) is not None:
+        again = partial(_meaning, facts, build, handlers=handlers)
+        rules = partial(_by_rules, facts, build, handlers=handlers)
+        if (written := write_part(facts, build, node, again, rules)) is not None:
             return written
         raise unsupported(node, "changes a tensor in place that others read afterwards")
     if rounds(node) and any(isinstance(facts.known.get(source), Value) for source in node.all_input_nodes):
         raise unsupported(node, f"rounds to {node.meta['val'].dtype}, but models are compiled in float32")
-
-    def apply_rules() -> Known:
-        given = Arguments(node)
-        results = (handler(facts, build, node, given) for handler in handlers.get(name, ()))
-        return next((known for known in results if known is not None), None)
-
-    known = scattered.lifted(facts, node, apply_rules)
-    known = apply_rules() if known is None else known
+    rules = partial(_by_rules, facts, build, node, handlers)
+    known = scattered.lifted(facts, node, rules)
+    known = rules() if known is None else known
     return Opaque(node) if known is None else known
+
+
+def _by_rules(facts: Facts, build: Builder, node: fx.Node, handlers: Mapping[str, tuple[Handler, ...]]) -> Known:
+    """The result of the first rule that applies to `node`; None if there is none."""
+    given = Arguments(node)
+    results = (handler(facts, build, node, given) for handler in handlers.get(operator_name(node), ()))
+    return next((known for known in results if known is not None), None)

@@ -51,7 +51,8 @@ def check_sizes(path: Path, raw: Mapping[str, Any], classes: Mapping[str, Any]) 
         fields = _Fields(f"{path}: {place}", part, getattr(kind, "attribute_map", {}))
         dense = any(fields.size(name) == 0 for name in EXPERTS)  # without experts, none are chosen
         for name, limit in POSITIVE.items():
-            if not (dense and name in CHOSEN and fields.size(name) == 0):
+            unused = fields.size(name) == 0 and ((dense and name in CHOSEN) or getattr(kind, fields.name(name), 1) == 0)
+            if not unused:  # 0 as a type's own default: its models do not read the field
                 fields.require_positive(name, limit)
         for name, value in part.items():
             _check_number(f"{path}: {place}{name}", name, value)

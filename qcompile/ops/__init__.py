@@ -13,7 +13,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from qcompile.ops.model import CURVES, GATE_BLOCK, GATED, NORMS, QUICK, UNARY
+from qcompile.ops.model import CURVES, GATE_BLOCK, GATED, NORMS, POWERS, QUICK, UNARY
 from qcompile.ops.registry import DEFINED, STAGES, allowed, name_of, op, reference, with_trait
 from qcompile.ops.schema import arguments, has_operand, named, operand, operands, set_operands
 
@@ -26,6 +26,7 @@ __all__ = [
     "GATED",
     "GATE_BLOCK",
     "NORMS",
+    "POWERS",
     "QUICK",
     "STAGES",
     "UNARY",

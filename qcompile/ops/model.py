@@ -110,7 +110,7 @@ def scale(x: Tensor, factor: float) -> Tensor:
     traits=("elementwise", "permutes", "rotates"),
 )
 def add(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., F] + b [..., F]; b may be a weight [F]."""
+    """a [..., F] + b [..., F]; b may be a weight [F], or [..., 1]: one number for all features."""
     return a + b
 
 
@@ -119,8 +119,30 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     traits=("elementwise", "permutes"),
 )
 def mul(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., F] * b [..., F]; b may be a weight [F]."""
+    """a [..., F] * b [..., F]; b may be a weight [F], or [..., 1]: one number for all features."""
     return a * b
+
+
+POWERS = (2.0, 0.5, -0.5, -1.0)
+"""Exponents of `power`: the square, the root, and their reciprocals."""
+
+
+@define(like, traits=("elementwise",))
+def power(x: Tensor, exponent: float) -> Tensor:
+    """x [...] to the power `exponent`, one of POWERS."""
+    return x**exponent
+
+
+@define(lambda x: x.new_empty(*x.shape[:-1], 1))
+def mean(x: Tensor) -> Tensor:
+    """The mean over the last dimension of x [..., F] -> [..., 1]."""
+    return x.mean(-1, keepdim=True)
+
+
+@define(lambda x, weights: x.new_empty(*weights.shape[:-1], x.shape[-1]))
+def mix(x: Tensor, weights: Tensor) -> Tensor:
+    """Sums of the slots of x [..., S, F], each with its own weights [..., N, S] -> [..., N, F]."""
+    return weights @ x
 
 
 @define(like)

@@ -108,6 +108,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "combine": (rand(3, 2, 8), rand(3, 2)),
     "clamp": (rand(3, 6), None, 0.3),
     "shift": (rand(3, 6), 1.0),
+    "power": (rand(3, 6).abs(), -0.5),
+    "mean": (rand(3, 2, 6),),
+    "mix": (rand(3, 4, 6), rand(3, 2, 4)),
     "interleave_experts": (rand(3, 20, 4), rand(3, 20, 4), 16),
     "gated_experts": (rand(3, 8), CHOICE, rand(4, 64, 8), rand(4, 64), "silu", 20, 0.5, 1.0),
 }

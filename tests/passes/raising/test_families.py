@@ -28,6 +28,13 @@ LONG: dict[str, Any] = {
 SCALED: dict[str, Any] = {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}
 """Queries are scaled up every 8 positions."""
 
+STREAMS: dict[str, Any] = {
+    **{"head_dim": 16, "hidden_size_per_layer_input": 8, "laurel_rank": 8, "vocab_size_per_layer_input": 97},
+    **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0]},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+"""Keys of the last layers are those of earlier ones."""
+
 RIGHT: dict[str, dict[str, Any]] = {
     "gemma2": COMMON | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},  # caps, (1 + w), windows
     "gpt2": SMALL,  # Conv1D, fused qkv, learned positions
@@ -53,6 +60,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "ministral3": COMMON | {"head_dim": 16, "rope_parameters": LATENT["rope_parameters"] | SCALED},
     "aria_text": COMMON | {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 1},  # strides in a condition
     "phimoe": COMMON | EXPERTS | {"router_jitter_noise": 0.2},  # experts chosen one after another
+    "gemma3n_text": COMMON | STREAMS,  # streams mixed by weights of the token, changed in place, and sparse gates
     "nemotron": COMMON,  # squared ReLU, LayerNorm with 1 + w
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -94,13 +94,13 @@ class Rotated(nn.Module):
         return self.head(y.transpose(1, 2).flatten(-2))
 
 
-@pytest.mark.parametrize("table", [interleaved, read_before, two_views, whole, transposed])
+@pytest.mark.parametrize("table", [interleaved, read_before, two_views, whole, transposed, scaled])
 def test_a_table_assembled_in_place(table: Table) -> None:
     graph = right(modules.randomized(Rotated(table)))
     assert len(graph.calls("rope")) == 2
 
 
-@pytest.mark.parametrize("table", [copied, scaled, in_features])
+@pytest.mark.parametrize("table", [copied, in_features])
 def test_writes_that_are_not_followed(table: Table) -> None:
     with pytest.raises(UnsupportedError, match="in place"):
         raise_module(modules.randomized(Rotated(table)))
