@@ -30,8 +30,8 @@ For an ATen operator that is missing, or for another way to write a known operat
 
 1. Write the handler in the file of its concept: layout, selection, concatenation, memory (copies and views);
    embeddings, positions, rotary, lengths, complex_numbers (functions of the position); elementwise, activations, norms,
-   formulas, linear; attention, written_attention, masks; recurrent; routers, one_by_one, experts, scattered. A pattern is
-   recognized from its last operator, with `is_call`, `strip` and `both_orders` of nodes.py.
+   formulas, linear; attention, written_attention, masks; recurrent; routers, one_by_one, experts, scattered. A pattern
+   is recognized from its last operator, with `is_call`, `strip` and `both_orders` of nodes.py.
 2. Add it to the line of its operator in `HANDLERS`: special cases first, the general rule last.
 3. Test in tests/passes/raising/ that a module with it has the same logits and the expected operators, and that similar
    modules which differ in one point (another factor, order or dimension) are refused or right (test_near_misses.py).
@@ -231,7 +231,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "max": (one_by_one.best_left, routers.best, lengths.largest_position),
     "scatter": (scattered.scatter, one_by_one.hide_chosen),
     "softmax": (one_by_one.shares, routers.softmax),
-    "sum": (scattered.sum_experts, experts.sum_slots),
+    "sum": (scattered.sum_experts, experts.sum_slots, formulas.mean),
     "topk": (routers.topk,),
 }
 """The rules of each ATen operator, in the order in which they are tried."""

@@ -28,17 +28,20 @@ def power(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
 
 
 def mean(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
-    """The mean over the last features of a token, or over slots before them."""
+    """The mean or the sum over the last features of a token, or over slots before them."""
     value, dim = _features(facts, a.input_), _only(getattr(a, "dim", None), a.input_)
     if value is None or dim is None or value.dims[dim] != "F":
         return None
+    count = value.sizes[value.axis(dim) - 1]
     if value.axis(dim) == len(value.sizes):
-        return _reduced(value, build.call("mean", build.emit(value, value.sizes, node)), dim, a.keepdim)
+        made = _reduced(value, build.call("mean", build.emit(value, value.sizes, node)), dim, a.keepdim)
+        return made if operator_name(node) == "mean" else made.scaled(count)
     if len(value.sizes) != 2:
         return None
     total = build.call("combine", build.emit(value, value.sizes, node), None)
     dims = value.dims[:dim] + ("",) * bool(a.keepdim) + value.dims[dim + 1 :]
-    return identity(total, dims, value.sizes[1:]).scaled(1 / value.sizes[0])
+    made = identity(total, dims, value.sizes[1:])
+    return made if operator_name(node) == "sum" else made.scaled(1 / count)
 
 
 def deviation(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:

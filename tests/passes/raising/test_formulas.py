@@ -85,12 +85,23 @@ def overwritten(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat((whole[..., :4], later[..., 2:]), -1)
 
 
+def connected(x: Tensor, y: Tensor) -> Tensor:
+    """Streams weighed and summed by the token, and what is made of the sum added to each of them."""
+    stack = x.unflatten(-1, (4, 4))
+    mixes = y[..., :8] * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    before, after = (torch.sigmoid(part) for part in mixes.split(4, -1))
+    made = F.silu((before.unsqueeze(-1) * stack).sum(2))
+    return (after.unsqueeze(-1) * made.unsqueeze(-2) + stack).flatten(2)
+
+
 RIGHT: dict[str, Formula] = {
     "sparse": sparse,
     "the sample deviation": lambda x, y: x / (x.std(-1, keepdim=True) + 0.1) + y.var(-1, keepdim=True),
     "as long": as_long,
     "predicted": predicted,
     "corrected": corrected,
+    "connected": connected,
+    "a sum of features": lambda x, y: y * x.sum(-1, keepdim=True) + x / (1.0 + (x * x).sum(-1, keepdim=True)),
     "overwritten": overwritten,
     "changed size": changed_size,
     "weights before slots": lambda x, y: (x.unflatten(-1, (4, 4)) @ y.unflatten(-1, (4, 4))).flatten(2),
