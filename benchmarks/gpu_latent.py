@@ -18,7 +18,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -277,7 +277,8 @@ def models() -> list[Row]:
 def main() -> int:
     """Do the parts; the exit code."""
     given = {a.partition("=")[0]: a.partition("=")[2].split(",") for a in sys.argv[1:] if a.startswith("--")}
-    parts = {"kernels": partial(kernels, given.get("--formats", FORMATS)), "models": models, "splits": splits}
+    parts: dict[str, Callable[[], Any]] = {"models": models, "splits": splits}
+    parts["kernels"] = partial(kernels, given.get("--formats", FORMATS))
     path = next((Path(a) for a in sys.argv[1:] if not a.startswith("--")), None)
     results: Row = {**facts()}
     for part in given.get("--parts", ("kernels", "models")):
