@@ -30,8 +30,8 @@ For an ATen operator that is missing, or for another way to write a known operat
 
 1. Write the handler in the file of its concept: layout, selection, concatenation, memory (copies and views);
    embeddings, positions, rotary, lengths, complex_numbers (functions of the position); elementwise, activations, norms,
-   formulas, linear; attention, written_attention, masks; recurrent; routers, one_by_one, experts, scattered. A pattern
-   is recognized from its last operator, with `is_call`, `strip` and `both_orders` of nodes.py.
+   formulas, linear; attention, written_attention, masks; recurrent, decays; routers, one_by_one, experts, scattered. A
+   pattern is recognized from its last operator, with `is_call`, `strip` and `both_orders` of nodes.py.
 2. Add it to the line of its operator in `HANDLERS`: special cases first, the general rule last.
 3. Test in tests/passes/raising/ that a module with it has the same logits and the expected operators, and that similar
    modules which differ in one point (another factor, order or dimension) are refused or right (test_near_misses.py).
@@ -52,6 +52,7 @@ from qcompile.passes.raising import (
     attention,
     complex_numbers,
     concatenation,
+    decays,
     elementwise,
     embeddings,
     experts,
@@ -175,6 +176,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
         elementwise.shift,
         experts.expert_bias,
         elementwise.add,
+        positions.add_by_position,
     ),
     "clamp": (routers.clamp_choice, elementwise.clamp),
     "clamp_max": (routers.clamp_choice, elementwise.clamp),
@@ -186,6 +188,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "neg": (elementwise.negate,),
     "pow": (activations.squared_relu, formulas.power),
     "reciprocal": (formulas.power,),
+    "rsub": (elementwise.shift_negated,),
     "rsqrt": (formulas.power,),
     "sqrt": (formulas.power,),
     "square": (activations.squared_relu, formulas.power),
@@ -198,6 +201,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "var": (formulas.deviation,),
     # activations and norms
     "elu": (activations.activation,),
+    "exp": (activations.activation,),
     "gelu": (activations.activation,),
     "layer_norm": (norms.layer_norm,),
     "mish": (activations.activation,),
@@ -210,6 +214,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "tanh": (activations.activation,),
     # products with weights, and attention
     "addmm": (linear.addmm,),
+    "baddbmm": (linear.baddbmm,),
     "bmm": _MATMUL,
     "einsum": (linear.einsum,),
     "linear": (linear.linear,),
@@ -221,6 +226,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     # recurrent layers
     "conv1d": (recurrent.conv_of_padded,),
     "qcompile::causal_conv": (recurrent.causal_conv,),
+    "qcompile::log_decay": (decays.log_decay,),
     "qcompile::linear_recurrence": (recurrent.linear_recurrence,),
     # experts
     "_softmax": (one_by_one.shares, routers.softmax),

@@ -120,6 +120,16 @@ class Builder:
         size = tuple(weight.meta["val"].shape[-2:])
         return self._derived(weight, f"member{number}", size, lambda w: w[number].reshape(size))
 
+    def head_matrix(self, weight: fx.Node, number: int) -> fx.Node:
+        """`weight` [H, K, N] as the matrix [N, K] of one head."""
+        _, k, n = weight.meta["val"].shape
+        return self._derived(weight, f"matrix{number}", (n, k), lambda w: w[number].t())
+
+    def head_vector(self, weight: fx.Node, number: int) -> fx.Node:
+        """`weight` [H, 1, N] as the vector [N] of one head."""
+        size = weight.meta["val"].shape[-1]
+        return self._derived(weight, f"vector{number}", (size,), lambda w: w[number].reshape(size))
+
     def transposed(self, weight: fx.Node) -> fx.Node:
         """`weight` [K, N] as [N, K]; undoes a transpose instead of adding one."""
         dims = [d % 2 for d in weight.args[1:3]] if operator_name(weight) == "transpose" else []  # type: ignore[operator]

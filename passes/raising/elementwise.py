@@ -107,6 +107,18 @@ def shift(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     return build.apply("shift", value, node, sign * number)
 
 
+def shift_negated(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """A number minus features, or minus a function of the position."""
+    number, value = facts.number(a.other), facts.value(a.input_)
+    if number is None or value is None or a.alpha not in (None, 1):
+        return None
+    if value.base is None:
+        return values.add(value.scaled(-1.0), Value(None, (), values.make_terms((), coef=number)))
+    if facts.plain(a.input_) is None or not 1 <= len(value.sizes) <= 2:
+        return None
+    return build.apply("shift", value.scaled(-1.0), node, number)
+
+
 def clamp(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """Features bounded by numbers; infinite ones bound nothing."""
     bounds = [getattr(a, "min", None), getattr(a, "max", None)]

@@ -39,8 +39,46 @@ def matmul(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
         return None
     matrix = known.weight if isinstance(known, Spread) else right
     if matrix.meta["val"].dim() != 2:
-        return None
+        return _linear_of_heads(facts, build, node, source, matrix)
     return _linear(facts, build, node, left, build.transposed(matrix), None)
+
+
+def baddbmm(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """bias [H, 1, N] + x [H, .., K] @ weight [H, K, N], without factors: a linear for each head."""
+    value = facts.known.get(a.batch1)
+    weights = all(isinstance(facts.known.get(item), Constant) for item in (a.input_, a.batch2))
+    if a.alpha not in (None, 1) or a.beta not in (None, 1) or not weights or not isinstance(value, Value):
+        return None
+    shape = a.batch2.meta["val"].shape
+    if tuple(a.input_.meta["val"].shape) != (shape[0], 1, shape[2]):
+        return None
+    return _linear_of_heads(facts, build, node, value, a.batch2, a.input_)
+
+
+def _linear_of_heads(
+    facts: Facts, build: Builder, node: fx.Node, value: Value, weight: fx.Node, bias: fx.Node | None = None
+) -> Known:
+    """x [.., H, N, K] @ weight [H, K, M], and a bias [H, 1, M] or None: a linear for each head."""
+    rank, shape = len(value.dims), weight.meta["val"].shape
+    if len(shape) != 3 or rank < 3 or value.base is None or (value.dims[rank - 3] != "F" and shape[0] > 1):
+        return None
+    products = []
+    for head in range(shape[0]):
+        one = values.select(value, rank - 3, head)
+        if one is None:
+            return None
+        made = _linear_of(facts, build, node, one, build.head_matrix(weight, head), None)
+        if bias is not None:
+            made = _with_bias(build, made, build.head_vector(bias, head))
+        products.append(values.unsqueeze(made, rank - 3))
+    return concatenated(build, products, rank - 3)
+
+
+def _with_bias(build: Builder, product: Value, bias: fx.Node) -> Value:
+    """The linear `product`, with all its features, plus a raised bias."""
+    assert product.base is not None
+    x, weight, *_ = product.base.args
+    return Value(build.call("linear", x, weight, bias), product.dims, product.terms)
 
 
 def _linear_of_columns(facts: Facts, build: Builder, node: fx.Node, weight: fx.Node, source: fx.Node) -> Known:

@@ -16,13 +16,13 @@ from qcompile.passes.raising.builder import Builder, feature_sizes
 from qcompile.passes.raising.evaluation import PositionEvaluator
 from qcompile.passes.raising.facts import LENGTHS, WHOLE, Constant, Facts, Known, Opaque
 from qcompile.passes.raising.nodes import Arguments, operator_name
-from qcompile.passes.raising.values import Value
+from qcompile.passes.raising.values import Value, identity
 
 ELEMENTWISE = {
     *("to", "_to_copy", "type_as", "alias", "contiguous", "clone", "detach", "unsqueeze", "floor", "ceil", "round"),
     *("trunc", "log", "log1p", "log2", "log10", "exp", "expm1", "sqrt", "rsqrt", "reciprocal", "pow", "square"),
     *("abs", "neg", "add", "sub", "rsub", "mul", "div", "floor_divide", "clamp", "clamp_min", "clamp_max", "minimum"),
-    *("maximum", "where", "eq", "ne", "lt", "le", "gt", "ge", "tanh", "sigmoid"),
+    *("maximum", "where", "eq", "ne", "lt", "le", "gt", "ge", "tanh", "sigmoid", "bitwise_not", "logical_not"),
 }
 """Operators whose result at an index depends only on their operands at that index."""
 
@@ -96,6 +96,22 @@ def scale_by_position(facts: Facts, build: Builder, node: fx.Node, a: Arguments)
         if (table == table[0]).all():
             return value.scaled(float(table[0]))
         return _multiplied(build, value, table, node)
+    return None
+
+
+def add_by_position(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """Features plus another function of their position, such as whether it is the first."""
+    for source, term in (a.positional[:2], a.positional[1::-1]):
+        value = facts.known.get(source) if isinstance(source, fx.Node) else None
+        if not isinstance(value, Value) or value.base is None or a.alpha not in (None, 1) or "sub" in str(node.target):
+            continue
+        if not _is_by_position(facts, value, term) or not 1 <= len(value.sizes) <= 2 or not value.is_plain():
+            continue
+        table = PositionEvaluator(facts, facts.longest).value(term).float().flatten()
+        number = build.call("embedding", build.positions, build.constant("by_position", table[:, None].contiguous()))
+        spread = build.gather([number], np.zeros(value.count, np.int64))
+        made = build.call("add", build.flat(build.emit(value, value.sizes, node)), spread)
+        return identity(made, value.dims, value.sizes)
     return None
 
 

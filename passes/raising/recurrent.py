@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import fx
 
 from qcompile import ops
 from qcompile.passes.raising.builder import Builder, feature_sizes
 from qcompile.passes.raising.facts import LENGTHS, Constant, Facts, Known
 from qcompile.passes.raising.nodes import Arguments, is_call, strip, unsupported
-from qcompile.passes.raising.values import Value, identity
+from qcompile.passes.raising.values import ONE, Value, identity
 
 
 def causal_conv(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
@@ -75,12 +76,29 @@ def linear_recurrence(facts: Facts, build: Builder, node: fx.Node, a: Arguments)
     decay = _by_token(facts, node, "decay", a.decay, (heads, size) if by_key else (heads,))
     gain = None if a.gain is None else _by_token(facts, node, "gain", a.gain, (heads,))
     rates = None if a.rates is None else build.weight(_stored(facts, node, "rates", a.rates, ((heads,), (heads, size))))
-    emitted = [build.emit(value, value.sizes, node) for value in (q, k, v, decay)]
-    if rates is None:
+    source = next((each for each in (v, k, q, decay) if each.base is not None), None)
+    if source is None:
+        raise unsupported(node, "reads no features")
+    x = build.flat(build.emit(source, source.sizes, node))
+    emitted = [_emitted(build, value, node, x) for value in (q, k, v, decay)]
+    if rates is None and decay.base is not None:
         emitted[-1], rates = _without_weight(build, emitted[-1])
-    taken = None if gain is None else build.emit(gain, gain.sizes, node)
+    taken = None if gain is None else _emitted(build, gain, node, x)
     made = build.call("linear_recurrence", *emitted, rates, taken, bool(a.delta))
     return identity(made, ("B", "T", "F", "F"), (heads, width))
+
+
+def _emitted(build: Builder, value: Value, node: fx.Node, x: fx.Node) -> fx.Node:
+    """The raised tensor that holds `value`; of numbers, one computed from the number of tokens of `x` [B, T, F]."""
+    if value.base is not None:
+        return build.emit(value, value.sizes, node)
+    if len(value.terms) != 1 or (value.terms["kind"] != ONE).any():
+        raise unsupported(node, "has an operand that depends on the position alone")
+    numbers = torch.from_numpy(value.terms["coef"].astype(np.float32).ravel())
+    made = build.gather([x], np.full(value.count, -1))  # zeros
+    if numbers.any():
+        made = build.call("add", made, build.constant("numbers", numbers))
+    return build.shaped(made, value.sizes)
 
 
 def _by_token(facts: Facts, node: fx.Node, name: str, item: fx.Node, sizes: Sequence[int]) -> Value:

@@ -29,6 +29,7 @@ from qcompile.checkpoints.hub import find
 from qcompile.checkpoints.loaders import Loader
 from qcompile.checkpoints.programs import count_parameters, import_program, weights_read
 from qcompile.checkpoints.stored import formats
+from qcompile.checkpoints.token_loops import TokenLoops, recorded
 from qcompile.checkpoints.tracing import EXAMPLE_BATCH, EXAMPLE_TOKENS, LengthError, export
 from qcompile.errors import OwnAttention, UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo
@@ -149,7 +150,7 @@ class _Logits(state.Watched):
         token_ids, positions = inputs
         # A mask of ones means no padding, and keeps the search for packed sequences out of the graph.
         mask = torch.ones_like(token_ids)
-        with self.decide(positions), ExpertLoops():
+        with self.decide(positions), ExpertLoops(), TokenLoops(token_ids):
             return self.module(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
 
 
@@ -184,7 +185,7 @@ def _fake_weights(module: nn.Module) -> Iterator[FakeTensorMode]:
 
 def _export(module: Any, most: int) -> ExportedProgram:
     shape = (EXAMPLE_BATCH, EXAMPLE_TOKENS)
-    with _fake_weights(module) as mode, kernel_functions.replaced(module):
+    with _fake_weights(module) as mode, kernel_functions.replaced(module), recorded(module):
         with mode:
             ids = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
 

@@ -13,8 +13,17 @@ from torch.utils._pytree import tree_leaves
 
 from qcompile.checkpoints import eager, state
 from qcompile.checkpoints.programs import CPU, is_check, vocabulary
+from qcompile.checkpoints.token_loops import TokenLoops, recorded
 from qcompile.checkpoints.tracing import EXAMPLE_BATCH, EXAMPLE_TOKENS, export
 from qcompile.errors import UnsupportedError, UsageError
+
+
+class _Looped(state.Watched):
+    """A module whose loops over tokens are written as recurrences."""
+
+    def run(self, *inputs: Tensor) -> Any:
+        with TokenLoops(inputs[0]):
+            return self.module(*inputs)
 
 
 def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: int) -> ExportedProgram:
@@ -26,7 +35,8 @@ def export_module(module: nn.Module, example_inputs: Sequence[Tensor], longest: 
     ids = [torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.int64) for _ in tensors]
     shadow = _Shadow(module)
     eager.warm_up(shadow.make(), ids)
-    program = export(lambda **how: state.Watched(shadow.make(), **how), ids, type(module).__name__, longest)
+    with recorded(module):
+        program = export(lambda **how: _Looped(shadow.make(), **how), ids, type(module).__name__, longest)
     require_positions(program, example_inputs)
     eager.require_same(shadow.make(), program, len(ids), vocabulary(program))
     return program

@@ -50,7 +50,10 @@ def _traced(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int
         if reason.startswith("Constraints violated"):
             if program := _export_by_example(module, inputs, longest):
                 return program
-            reason = "it does not take any batch and number of tokens (a loop over tokens is traced for one length)"
+            reason = (
+                "it does not take any batch and number of tokens (a loop over tokens is traced for one length, unless"
+                " it is a range over all of them; torch.ops.qcompile.linear_recurrence takes any number)"
+            )
             raise LengthError(f"{name} cannot be exported: {reason}") from error
         if reason.startswith("Could not guard on data-dependent expression"):
             reason = "it branches on the values of its inputs, as rotary embeddings scaled by length do"

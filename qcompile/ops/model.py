@@ -73,6 +73,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": torch.nn.functional.mish,
     "elu": torch.nn.functional.elu,
     "softplus": torch.nn.functional.softplus,
+    "exp": torch.exp,
 }
 GATED = {f"{kind}_mul": kind for kind in UNARY}
 """Epilogues of linears that return kind(gate) * up."""

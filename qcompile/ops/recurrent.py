@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qcompile.errors import UnsupportedError
 from qcompile.ops.registry import define, like
 
 
@@ -96,3 +97,14 @@ def decayed(state: Tensor, decay: Tensor, rates: Tensor | None) -> Tensor:
 def outer(k: Tensor, update: Tensor) -> Tensor:
     """k [..., H, K] and an update [..., H, D] -> [..., H, K, D]."""
     return k[..., None] * update[..., None, :]
+
+
+@define(like, until="raise")
+def log_decay(factor: Tensor) -> Tensor:
+    """log(factor) [...], for a factor that multiplies a state. At the first token, whose state is 0, it may be finite.
+
+    Raises UnsupportedError if a factor that is known is not positive.
+    """
+    if bool((factor < 0).any()):
+        raise UnsupportedError("a recurrence multiplies its state by a number that is not positive")
+    return torch.log(factor)

@@ -2,7 +2,9 @@
 #pragma once
 #include "vec.h"
 
-enum UnaryKind { kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2, kTanh, kSigmoid, kMish, kElu, kSoftplus };
+enum UnaryKind {
+  kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2, kTanh, kSigmoid, kMish, kElu, kSoftplus, kExp
+};
 
 QC_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + vexp(-x)); }
 QC_INLINE f32x16 vtanh(f32x16 x) { return 1.0f - 2.0f / (vexp(x * 2.0f) + 1.0f); }
@@ -59,6 +61,7 @@ QC_INLINE f32x16 unary(UnaryKind kind, f32x16 x) {
     case kMish: return mish(x);
     case kElu: return select(x > 0.0f, x, vexpm1(vmin(x, splat(0.0f))));
     case kSoftplus: return softplus(x);
+    case kExp: return vexp(x);
   }
   return x;
 }

@@ -36,6 +36,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": F.mish,
     "elu": F.elu,
     "softplus": F.softplus,
+    "exp": lambda x: torch.exp(0.5 * x),  # of numbers whose exponentials are finite
 }
 
 
@@ -45,6 +46,7 @@ AT = PLACES[5:10]
 RMS = Norm("n", "rms", "x", "y", 1e-5, "weight")
 CALLS: dict[str, list[Call]] = {
     **{kind: [Elementwise("f", kind, "x", "y")] for kind in UNARY},
+    "exp": [Elementwise("half", "scale", "x", "y", factor=0.5), Elementwise("f", "exp", "y", "y")],
     "xielu": [Elementwise("bend", "xielu", "x", "y", weight="curve")],
     "scale, add and mul": [
         Embed("place", "places", "positions", "f32", 64, scale=0.5, index="positions"),

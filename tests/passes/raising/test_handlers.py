@@ -28,6 +28,7 @@ PLAIN_NAMES = {
     "qcompile::within",
     "qcompile::causal_conv",
     "qcompile::linear_recurrence",
+    "qcompile::log_decay",
 }
 """Operators in the table that are not ATen's."""
 

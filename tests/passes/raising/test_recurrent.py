@@ -136,6 +136,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": COMMON | DELTA,  # gated delta rule, with norms of queries and keys inside the kernel
     "mamba": {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},  # selective scan
     "bamba": COMMON | STATE_SPACE | {"attn_layer_indices": [1]},  # SSD, norms of groups after the gate
+    "recurrent_gemma": {  # RG-LRU, a loop over tokens in Python
+        **{"vocab_size": 97, "hidden_size": 64, "lru_width": 64, "intermediate_size": 96, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "attention_window_size": 16},
+    },
     "lfm2": COMMON | {"layer_types": ["conv", "full_attention"]},  # a convolution between gates
 }
 
@@ -144,7 +148,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_families(kind: str, tmp_path: Path) -> None:
     module = save(kind, FAMILIES[kind], tmp_path)
     graph = apply(Raise(), frontend.load(tmp_path)).graph
-    assert len(graph.calls("causal_conv")) == (2 if kind == "mamba" else 1)
+    assert len(graph.calls("causal_conv")) == (2 if kind in ("mamba", "recurrent_gemma") else 1)
     for batch, tokens in ((1, 9), (2, 57)):
         ids = torch.randint(0, 97, (batch, tokens), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():

@@ -1,0 +1,318 @@
+"""The body of a loop over tokens: what it does for one token, recorded function by function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from qcompile.errors import UnsupportedError
+
+INSTEAD = "call torch.ops.qcompile.linear_recurrence instead of the loop"
+_IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__imatmul__", "__ipow__"}
+
+
+_ATTRIBUTES: Any = Tensor
+_TURNS = {"t": _ATTRIBUTES.T.__get__, "mT": _ATTRIBUTES.mT.__get__}
+"""Attributes that transpose, by the names of functions that do the same."""
+
+
+class LoopError(UnsupportedError):
+    """A loop over tokens cannot be compiled; the message lacks the name of the loop."""
+
+
+def refused(reason: str) -> LoopError:
+    """The error that a loop over tokens cannot be compiled for `reason`."""
+    return LoopError(f"{reason}; {INSTEAD}")
+
+
+class TokenNumber:
+    """The number of a token in a loop over all tokens, plus `offset`. It selects the token's part of a tensor."""
+
+    def __init__(self, loop: Any, offset: int = 0) -> None:
+        self.loop, self.offset = loop, offset
+
+    def __add__(self, number: Any) -> TokenNumber:
+        return TokenNumber(self.loop, self.offset + number) if type(number) is int else self._refuse()
+
+    __radd__ = __add__
+
+    def __sub__(self, number: Any) -> TokenNumber:
+        return self + -number if type(number) is int else self._refuse()
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise refused("computes with the number of a token, or treats tokens differently by it")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _refuse
+    __mul__ = __rmul__ = __mod__ = __floordiv__ = __rsub__ = __neg__ = __truediv__ = _refuse
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor in a body: of `kind` "own", result `item` of the step `number` of the same token, or "before", of the
+
+    token before it; or of kind "outside", the tensor with the id `number`, which the loop has not made. In a recorder,
+    `kind` is the number of the iteration.
+    """
+
+    kind: Any
+    number: int
+    item: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of `func` in a body, with Refs in place of tensors.
+
+    `token` is the dimension of an outside tensor, the only argument, of which the call takes the part of the token.
+    `shapes` are those of its results.
+    """
+
+    func: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    shapes: tuple[tuple[Any, ...], ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    token: int | None = None
+
+    @property
+    def reads(self) -> list[Ref]:
+        """The tensors that the call reads."""
+        return [item for item in tree_leaves((self.args, dict(self.kwargs))) if isinstance(item, Ref)]
+
+    def key(self, rename: Callable[[Ref], Any]) -> tuple[Any, ...]:
+        """All of the call as a value to compare, with its Refs renamed."""
+        leaves, tree = tree_flatten((self.args, dict(self.kwargs)))
+        named = tuple(rename(item) if isinstance(item, Ref) else repr(item) for item in leaves)
+        return (self.name, str(tree), named, repr(self.shapes), self.token)
+
+
+@dataclass
+class Recorder:
+    """Runs functions in a loop over `tokens` tokens of `batch` sequences, and records them.
+
+    `zeros` are tensors that are known to hold zeros.
+    """
+
+    batch: Any
+    tokens: Any
+    zeros: Mapping[int, Tensor]
+    outside: dict[int, Tensor] = field(default_factory=dict)
+    steps: list[list[Step]] = field(default_factory=list)
+    _refs: dict[int, tuple[Tensor, Ref]] = field(default_factory=dict)
+    _writes: list[dict[int, tuple[Ref, int]]] = field(default_factory=list)
+
+    def begin(self, iteration: int) -> None:
+        """The loop begins its iteration number `iteration`."""
+        self.steps.append([])
+        self._writes.append({})
+
+    def made(self, item: Any) -> bool:
+        """Whether the loop made the tensor `item`."""
+        return isinstance(item, Tensor) and id(item) in self._refs
+
+    def in_order(self, parts: Any) -> Ref | None:
+        """The result of each token of which `parts` are those of all iterations in order; None if they are not."""
+        refs = [self._refs[id(part)][1] if self.made(part) else None for part in parts]
+        if any(ref is None for ref in refs) or [ref.kind for ref in refs if ref] != list(range(len(self.steps))):
+            return None
+        numbers = {(ref.number, ref.item) for ref in refs if ref}
+        return Ref("own", *numbers.pop()) if len(numbers) == 1 else None
+
+    def writes(self) -> dict[int, tuple[Ref, int]]:
+        """(the result, dimension of tokens) that each token writes into its part of an outside tensor, by its id."""
+        first = self._writes[0]
+        if any(writes != first for writes in self._writes):
+            raise refused("writes other results for the first token than for others")
+        read = {ref.number for steps in self.steps for step in steps for ref in step.reads if ref.kind == "outside"}
+        if any(target in read for target in first):
+            raise refused("reads a tensor into which it writes")
+        return first
+
+    def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """The result of func(*args, **kwargs), recorded if it is a tensor or several."""
+        if name == "__getitem__" and (taken := self._take(args[0], args[1])) is not None:
+            return taken
+        if name == "select" and len(args) == 3 and isinstance(args[2], TokenNumber):
+            return self._part(args[0], args[1], args[2])
+        if name == "__setitem__":
+            return self._write(*args)
+        leaves, tree = tree_flatten((args, kwargs))
+        if any(isinstance(leaf, TokenNumber) for leaf in leaves):
+            raise refused(f"gives the number of a token to {name}")
+        if name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")):
+            raise refused(f"changes a tensor in place by {name}: use its form that makes a new one")
+        name = next((turn for turn, of in _TURNS.items() if func == of), name)
+        with disable_proxy_modes_tracing():  # results have shapes, and no place in the trace
+            result = func(*args, **kwargs)
+        made = [result] if isinstance(result, Tensor) else result
+        if isinstance(made, (list, tuple)) and made and all(isinstance(one, Tensor) for one in made):
+            named = [self._ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            given, more = tree_unflatten(named, tree)
+            self._record(func, name, given, more, made)
+        return result
+
+    def _record(self, func: Any, name: str, args: Any, kwargs: Any, made: Sequence[Tensor], token: Any = None) -> None:
+        shapes, number = tuple(tuple(one.shape) for one in made), len(self.steps[-1])
+        dtypes = tuple(one.dtype for one in made)
+        self.steps[-1].append(Step(func, name, tuple(args), dict(kwargs), shapes, dtypes, token))
+        for item, one in enumerate(made):
+            self._refs[id(one)] = one, Ref(len(self.steps) - 1, number, item)
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        if id(tensor) in self._refs:
+            return self._refs[id(tensor)][1]
+        self.outside[id(tensor)] = tensor
+        return Ref("outside", id(tensor))
+
+    # ---- parts of tokens -----------------------------------------------------------------------
+
+    def _take(self, source: Tensor, where: Any) -> Tensor | None:
+        """source[where] with the number of the token in `where`; None if it is not."""
+        where = where if isinstance(where, tuple) else (where,)
+        if not any(_is_place(item) for item in where):
+            return None
+        dim, where = self._dimension(source, where)
+        place, keeps = where[dim], isinstance(where[dim], slice)
+        part = self._part(source, dim, place.start if keeps else place, keeps)
+        rest = [slice(None) if keeps and at == dim else item for at, item in enumerate(where) if keeps or at != dim]
+        if all(item == slice(None) for item in rest):
+            return part
+        taken: Tensor = self.call(Tensor.__getitem__, "__getitem__", (part, tuple(rest)), {})
+        return taken
+
+    def _dimension(self, source: Tensor, where: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
+        """(dimension of the tokens in `source`, `where` without Ellipsis, with an item for each dimension)."""
+        if any(item is None or isinstance(item, Tensor) for item in where):
+            raise refused("takes its part of a tensor and changes its dimensions at once")
+        if Ellipsis in [item for item in where if item is Ellipsis]:
+            at = next(place for place, item in enumerate(where) if item is Ellipsis)
+            where = (*where[:at], *[slice(None)] * (source.dim() - len(where) + 1), *where[at + 1 :])
+        where = (*where, *[slice(None)] * (source.dim() - len(where)))
+        (dim,) = [place for place, item in enumerate(where) if _is_place(item)] or [-1]
+        return dim, where
+
+    def _part(self, source: Tensor, dim: int, place: TokenNumber, keeps: bool = False) -> Tensor:
+        """The part of one token of an outside tensor."""
+        dim %= source.dim()
+        if self.made(source) or repr(source.shape[dim]) != repr(self.tokens):
+            raise refused("takes parts of tensors by token along a dimension that is not that of the tokens")
+        if place.offset:
+            raise refused("reads other tokens than its own")
+        shape = [1 if at == dim else size for at, size in enumerate(source.shape) if keeps or at != dim]
+        with disable_proxy_modes_tracing():
+            part = source.new_empty(shape)
+        func = Tensor.narrow if keeps else Tensor.select
+        self._record(func, "part", (self._ref(source),), {}, [part], dim)
+        return part
+
+    def _write(self, target: Tensor, where: Any, value: Any) -> None:
+        """target[where] = value, for the part of the token in `target`."""
+        where = where if isinstance(where, tuple) else (where,)
+        whole = any(isinstance(item, TokenNumber) for item in where) and isinstance(value, Tensor) and self.made(value)
+        dim, where = self._dimension(target, where) if whole else (-1, where)
+        rest = [item for place, item in enumerate(where) if place != dim]
+        if dim < 0 or self.made(target) or any(item != slice(None) for item in rest):
+            raise refused("writes something else into a tensor than the result of its token")
+        shape = [size for place, size in enumerate(target.shape) if place != dim]
+        if repr(target.shape[dim]) != repr(self.tokens) or where[dim].offset or repr(shape) != repr([*value.shape]):
+            raise refused("writes results of other shapes, or to other tokens, into a tensor")
+        ref = self._refs[id(value)][1]
+        if ref.kind != len(self.steps) - 1 or target.dtype != value.dtype:
+            raise refused("writes results of other tokens, or of another type, into a tensor")
+        self.outside[id(target)] = target
+        self._writes[-1][id(target)] = Ref("own", ref.number, ref.item), dim
+
+
+def _is_place(item: Any) -> bool:
+    """Whether an index is the number of the token, or the slice of this token alone."""
+    if isinstance(item, slice) and any(isinstance(bound, TokenNumber) for bound in (item.start, item.stop, item.step)):
+        one = isinstance(item.start, TokenNumber) and isinstance(item.stop, TokenNumber) and item.step in (None, 1)
+        if not one or item.stop.offset != item.start.offset + 1:
+            raise refused("takes a part of a tensor that is not its token's alone")
+        return True
+    return isinstance(item, TokenNumber)
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a loop does for one token: steps whose Refs have the kinds "own", "before" and "outside".
+
+    `carried` are the results that a token leaves to the next; before the first token they are 0.
+    """
+
+    steps: tuple[Step, ...]
+    carried: frozenset[Ref]
+    outside: Mapping[int, Tensor]
+    batch: Any
+    tokens: Any
+
+    @classmethod
+    def of(cls, recorder: Recorder) -> Body:
+        """The body that was recorded. Raises UnsupportedError if it does not treat all tokens alike."""
+        first, second, third = ([_relative(step, at) for step in steps] for at, steps in enumerate(recorder.steps))
+        if [step.key(lambda ref: ref) for step in second] != [step.key(lambda ref: ref) for step in third]:
+            raise refused("treats tokens differently")
+        if len(first) != len(second):
+            raise refused("treats the first token differently: let its state start from torch.zeros")
+        carried: dict[Ref, Any] = {}
+        for one, two in zip(first, second, strict=True):
+            _compare(one, two, carried, recorder.zeros)
+        return cls(_merged(second), frozenset(carried), recorder.outside, recorder.batch, recorder.tokens)
+
+
+def _merged(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """`steps` with one Ref for the results of equal steps; their numbers stay."""
+    first: dict[Any, int] = {}
+    same: dict[int, int] = {}
+    made = []
+    for number, step in enumerate(steps):
+        step = _renamed(step, lambda ref: replace(ref, number=same[ref.number]) if ref.kind == "own" else ref)
+        same[number] = first.setdefault(step.key(lambda ref: ref), number)
+        made.append(step)
+    return tuple(made)
+
+
+def _renamed(step: Step, rename: Callable[[Ref], Ref]) -> Step:
+    """`step` with its Refs renamed."""
+    leaves, tree = tree_flatten((step.args, dict(step.kwargs)))
+    args, kwargs = tree_unflatten([rename(leaf) if isinstance(leaf, Ref) else leaf for leaf in leaves], tree)
+    return replace(step, args=args, kwargs=kwargs)
+
+
+def _relative(step: Step, iteration: int) -> Step:
+    """`step` of an iteration with the kinds "own" and "before" of its Refs."""
+
+    def rename(ref: Ref) -> Ref:
+        if ref.kind == "outside":
+            return ref
+        if iteration - ref.kind > 1:
+            raise refused("reads results of other tokens than the one before")
+        return replace(ref, kind="own" if ref.kind == iteration else "before")
+
+    return _renamed(step, rename)
+
+
+def _compare(first: Step, later: Step, carried: dict[Ref, Any], zeros: Mapping[int, Tensor]) -> None:
+    """Require that the step of the first token is that of later tokens, with zeros for what they carry."""
+    ones, _ = tree_flatten((first.args, dict(first.kwargs)))
+    others, _ = tree_flatten((later.args, dict(later.kwargs)))
+    if first.name != later.name or len(ones) != len(others):
+        raise refused(f"treats the first token differently, by {first.name} where later tokens have {later.name}")
+    for one, other in zip(ones, others, strict=True):
+        if not isinstance(other, Ref) or other.kind != "before":
+            if repr(one) != repr(other):  # their shapes differ where a number is the initial state
+                raise refused(f"treats the first token differently in {first.name}")
+            continue
+        initial = one.number if isinstance(one, Ref) and one.kind == "outside" else None
+        if initial not in zeros and not (type(one) in (int, float) and one == 0):
+            raise refused(f"has a state that {first.name} reads, and that does not start from torch.zeros")
+        if carried.setdefault(other, initial) != initial:
+            raise refused("has a state with several initial values")

@@ -1,0 +1,162 @@
+"""Loops over tokens in a model's Python code, traced as recurrences of any number of tokens.
+
+A trace has a loop over tokens with one length only. While `TokenLoops` is active, a loop `for t in range(T)` over the
+T tokens of the model's inputs runs three times, and t is a `TokenNumber`, which can only take the token's
+slice of a tensor. Each function that the body calls is recorded. If all tokens are proved to be treated alike, and the
+values that one token leaves to the next start from zeros, the body is one token of a recurrence, which
+loop_recurrence.py writes in qcompile's operators for all tokens. Everything else is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from qcompile.checkpoints.loop_body import Body, LoopError, Recorder, TokenNumber, refused
+from qcompile.checkpoints.loop_recurrence import Recurrence
+from qcompile.errors import UnsupportedError
+
+ITERATIONS = 3
+"""The first token, whose state is the initial one, and two more, which show that later tokens are treated alike."""
+
+_KEEPS_ZEROS = {"to", "type", "float", "expand", "expand_as", "view", "reshape", "unsqueeze", "clone", "contiguous"}
+_EARLY = "may end before the last token"
+_active: list[TokenLoops] = []
+
+
+class TokenLoops(TorchFunctionMode):
+    """Writes loops over the tokens of `inputs` [B, T] as recurrences, while it is active."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        super().__init__()
+        self.batch, self.tokens = inputs.shape
+        self._recorder: Recorder | None = None
+        self._name = ""
+        self._ended = False  # a loop, before its last token
+        self._zeros: dict[int, Tensor] = {}
+        self._finished: list[tuple[Recorder, Recurrence]] = []
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __enter__(self) -> Any:
+        _active.append(self)
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        _active.pop()
+        super().__exit__(kind, error, trace)
+        if error is None and self._ended:
+            error = refused(_EARLY)
+        if isinstance(error, LoopError):
+            raise UnsupportedError(f"{self._name} {error}") from error
+
+    def covers(self, count: Any) -> bool:
+        """Whether `count` is the symbolic number of tokens."""
+        return isinstance(count, torch.SymInt) and repr(count) == repr(self.tokens)
+
+    def places(self, name: str) -> Iterator[TokenNumber]:
+        """What the loop `name` over all tokens iterates over."""
+        self._name = name
+        if self._recorder is not None:
+            raise refused("is inside another loop over tokens")
+        self._recorder = recorder = Recorder(self.batch, self.tokens, self._zeros)
+        try:
+            for number in range(ITERATIONS):
+                recorder.begin(number)
+                yield TokenNumber(recorder)
+        except GeneratorExit:  # an error raised here would be lost
+            self._ended = True
+            return
+        finally:
+            self._recorder = None
+        self._finish(recorder)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._ended:
+            raise refused(_EARLY)
+        if self._written:
+            args, kwargs = tree_map(self._current, (args, kwargs))
+        name = getattr(func, "__name__", "")
+        if self._recorder is not None:
+            return self._recorder.call(func, name, args, kwargs)
+        if self._finished and (found := self._after(name, args, kwargs)) is not None:
+            return found
+        result = func(*args, **kwargs)
+        self._note_zeros(name, args, result)
+        return result
+
+    def _current(self, item: Any) -> Any:
+        return self._written[id(item)][1] if id(item) in self._written else item
+
+    def _note_zeros(self, name: str, args: Any, result: Any) -> None:
+        """Remember tensors of zeros, and forget those that are changed."""
+        if name.endswith("_") and not name.startswith("__") and args:
+            self._zeros.pop(id(args[0]), None)
+        kept = name in _KEEPS_ZEROS and id(args[0]) in self._zeros
+        full = name in ("full", "full_like", "new_full") and len(args) > 1 and type(args[1]) in (int, float)
+        if name in ("zeros", "zeros_like", "new_zeros") or kept or (full and args[1] == 0):
+            self._zeros[id(result)] = result
+
+    def _finish(self, recorder: Recorder) -> None:
+        """The loop is over: tensors into which it wrote the results of all tokens hold those from now on."""
+        recurrence = Recurrence(Body.of(recorder))
+        self._finished.append((recorder, recurrence))
+        for target, (step, dim) in recorder.writes().items():
+            holder = recorder.outside[target]
+            self._written[target] = holder, recurrence.stacked(step, dim)
+
+    def _after(self, name: str, args: Any, kwargs: Any) -> Any:
+        """A function of what a loop made, after the loop: the results of all tokens, stacked or concatenated."""
+        for recorder, recurrence in self._finished:
+            made = [item for item in tree_flatten((args, kwargs))[0] if recorder.made(item)]
+            if not made:
+                continue
+            parts, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            step = recorder.in_order(parts) if name in ("stack", "cat", "concat", "concatenate") else None
+            if step is None or len(made) != len(parts):
+                raise refused(f"leaves a value of one token, which {name} uses after it")
+            return recurrence.stacked(step, dim) if name == "stack" else recurrence.joined(step, dim)
+        return None
+
+
+# ---- range ---------------------------------------------------------------------------------------------
+
+
+class _Kind(type):
+    """isinstance(x, range) stays what it was."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, builtins.range)
+
+
+class _Range(metaclass=_Kind):
+    """range, but for a range over all tokens, which is a loop of the active TokenLoops."""
+
+    def __new__(cls, *bounds: Any) -> Any:
+        if bounds and bounds[:-1] in ((), (0,)) and _active and _active[-1].covers(bounds[-1]):
+            code, line = sys._getframe(1).f_code, sys._getframe(1).f_lineno
+            return _active[-1].places(f"the loop over tokens in {code.co_qualname} (line {line})")
+        return builtins.range(*bounds)
+
+
+@contextmanager
+def recorded(module: nn.Module) -> Iterator[None]:
+    """For as long as the context lasts, `range` in the files of the code of `module` knows loops over tokens."""
+    names = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
+    names = {name for name in names if name in sys.modules and name.partition(".")[0] not in ("torch", "builtins")}
+    spaces = [vars(sys.modules[name]) for name in sorted(names) if "range" not in vars(sys.modules[name])]
+    for space in spaces:
+        space["range"] = _Range
+    try:
+        yield
+    finally:
+        for space in spaces:
+            del space["range"]

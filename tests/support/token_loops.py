@@ -1,0 +1,116 @@
+"""Modules whose layers are loops over tokens in Python, each another recurrence that is in no library."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support import modules
+
+HEADS, SIZE, WIDTH = 3, 4, 5
+
+
+class Loop(nn.Module):
+    """Logits of one recurrent layer; `recur` gets x [B, T, 48] and returns [B, T, HEADS * WIDTH]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(modules.VOCAB, 48), nn.Linear(HEADS * WIDTH, modules.VOCAB)
+        self.q, self.k = (nn.Linear(48, HEADS * SIZE) for _ in range(2))
+        self.v, self.z = (nn.Linear(48, HEADS * WIDTH) for _ in range(2))
+        self.gate, self.by_key = nn.Linear(48, HEADS), nn.Linear(48, HEADS * SIZE)
+        self.rate, self.mix = nn.Parameter(torch.ones(HEADS * WIDTH)), nn.Parameter(torch.ones(HEADS, 1, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.recur(self.embed(ids)))
+
+    def recur(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Gru(Loop):
+    """minGRU: h = (1 - z) h + z x, with results appended to a list."""
+
+    def recur(self, x: Tensor) -> Tensor:
+        z, v = torch.sigmoid(self.z(x)), self.v(x)
+        h, out = torch.zeros_like(v[:, 0]), []
+        for t in range(x.shape[1]):
+            h = (1 - z[:, t]) * h + z[:, t] * v[:, t]
+            out.append(h)
+        return torch.stack(out, dim=1)
+
+
+class Moving(Loop):
+    """An exponential moving average, written as a step towards x, with linears inside the loop, and tokens first."""
+
+    def recur(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        h, out = x.new_zeros(x.size(1), HEADS * WIDTH), []
+        for t in range(x.size(0)):
+            z = torch.sigmoid(self.z(x[t]))
+            h = h + z * (torch.tanh(self.v(x[t])) - h)
+            out += [h * F.silu(self.v(x[t]))]
+        return torch.stack(out).transpose(0, 1)
+
+
+class Fixed(Loop):
+    """A decay that is a parameter, the state a number at first, and results written into a tensor."""
+
+    def recur(self, x: Tensor) -> Tensor:
+        v, decay = self.v(x), torch.sigmoid(self.rate)
+        out, h = torch.empty_like(v), 0.0
+        for t in range(v.shape[1]):
+            h = decay * h + v[:, t]
+            out[:, t] = h
+        return out
+
+
+class Matrix(Loop):
+    """A matrix state without decay, by outer products and einsum, with a norm of what is read inside the loop."""
+
+    def recur(self, x: Tensor) -> Tensor:
+        batch, tokens = x.shape[:2]
+        q, k = (each(x).view(batch, tokens, HEADS, SIZE) for each in (self.q, self.k))
+        v = self.v(x).view(batch, tokens, HEADS, WIDTH)
+        state, out = torch.zeros(batch, HEADS, SIZE, WIDTH), []
+        for t in range(tokens):
+            state = state + k[:, t].unsqueeze(-1) @ v[:, t].unsqueeze(-2)
+            y = torch.einsum("bhk,bhkd->bhd", q[:, t], state)
+            out.append(F.rms_norm(y, (WIDTH,)).reshape(batch, 1, -1))
+        return torch.cat(out, 1)
+
+
+class Gated(Loop):
+    """A state [B, H, WIDTH, SIZE] with a decay for each key feature, read by a product of matrices."""
+
+    def recur(self, x: Tensor) -> Tensor:
+        q, k = (each(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for each in (self.q, self.k))
+        v = self.v(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+        decay = torch.exp(-F.softplus(self.by_key(x))).unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
+        state = torch.zeros(x.shape[0], HEADS, WIDTH, SIZE)
+        out = torch.zeros(x.shape[0], HEADS, x.shape[1], WIDTH)
+        for t in range(x.shape[1]):
+            state = state * decay[:, :, t].unsqueeze(2)
+            state = state + v[:, :, t].unsqueeze(3) * k[:, :, t].unsqueeze(2)
+            out[:, :, t] = (state @ q[:, :, t, :].unsqueeze(-1)).squeeze(-1) * 0.5
+        return out.transpose(1, 2).flatten(2)
+
+
+class Delta(Loop):
+    """A gated delta rule with a fixed decay for each head besides."""
+
+    def recur(self, x: Tensor) -> Tensor:
+        q, k = (each(x).unflatten(-1, (HEADS, SIZE)) for each in (self.q, self.k))
+        k, v = F.rms_norm(k, (SIZE,)) * SIZE**-0.5, self.v(x).unflatten(-1, (HEADS, WIDTH))
+        decay, beta = torch.sigmoid(self.gate(x)), torch.sigmoid(self.gate(x) + 1)
+        state, out = torch.zeros(x.shape[0], HEADS, SIZE, WIDTH), []
+        for t in range(x.shape[1]):
+            state = state * decay[:, t][..., None, None] * torch.sigmoid(self.mix)
+            error = v[:, t] - (state * k[:, t][..., None]).sum(-2)
+            state = state + k[:, t][..., None] * (beta[:, t][..., None] * error)[..., None, :]
+            out.append((state * q[:, t][..., None]).sum(-2))
+        return torch.stack(out, 1).flatten(2)
+
+
+KINDS: dict[str, type[Loop]] = {kind.__name__: kind for kind in (Gru, Moving, Fixed, Matrix, Gated, Delta)}
