@@ -53,9 +53,9 @@ class MessageStream:
                 function = {"name": event.name, "arguments": ""}
                 part.setdefault("tool_calls", []).append({**first, **head, "function": function})
             return
-        added, newest = delta.setdefault("tool_calls", []), self.calls - 1
-        if not added or added[-1]["index"] != newest:
-            added.append({"index": newest, "function": {"arguments": ""}})
+        added = delta.setdefault("tool_calls", [])
+        if not added:
+            added.append({"index": self.calls - 1, "function": {"arguments": ""}})
         for call in (added[-1], self._message["tool_calls"][-1]):
             call["function"]["arguments"] += event.text
 

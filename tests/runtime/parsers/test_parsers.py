@@ -162,6 +162,23 @@ def test_a_call_without_arguments_has_an_empty_object(nothing: str) -> None:
     assert found.calls[0].arguments == "{}" and not found.content
 
 
+def test_whitespace_around_calls_is_dropped() -> None:
+    call = '<tool_call> {"name": "noop"} </tool_call>'
+    for pieces in ([f"a\n\n{call}\n{call} \n b \n"], list(f"a\n\n{call}\n{call} \n b \n")):
+        found = ParsedReply()
+        found.add(events(parser("hermes"), pieces))
+        assert found.content == "ab \n" and len(found.calls) == 2
+    assert parser("mistral").whole("[TOOL_CALLS] search [ARGS] {}").calls[0].name == "search"
+
+
+def test_calls_before_a_malformed_one_stay() -> None:
+    one = '<｜tool▁call▁begin｜>search<｜tool▁sep｜>{"path": 1}<｜tool▁call▁end｜>'
+    found = parser("deepseek").whole(f"<｜tool▁calls▁begin｜>{one}\n<｜tool▁call▁begin｜>search")
+    assert len(found.calls) == 1 and found.content == "<｜tool▁call▁begin｜>search"
+    found = parser("mistral").whole('[TOOL_CALLS][{"name": "noop", "arguments": {}}, {"name": 5}]')
+    assert len(found.calls) == 1 and found.content == '{"name": 5}]'
+
+
 def test_arguments_written_as_a_text_are_unwrapped() -> None:
     inner = json.dumps({"path": 'a "b"'})
     found = parser("hermes").whole(f"<tool_call>{json.dumps({'name': 'search', 'arguments': inner})}</tool_call>")

@@ -157,6 +157,18 @@ def test_a_call_that_breaks_off_is_of_its_length(client: Client, say: Say) -> No
         assert CALL[:60].endswith(found["message"]["tool_calls"][0]["function"]["arguments"])
 
 
+def test_a_forced_call_ends_as_in_openais_api() -> None:
+    """With `tool_calls` where the model had a choice, with `stop` where the function was named."""
+    choices = (("required", "tool_calls"), ({"type": "function", "function": {"name": "noop"}}, "stop"))
+    tools = [{"type": "function", "function": {"name": "noop"}}]
+    with serving_with(TEMPLATE) as client:
+        for choice, reason in choices:
+            options = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+            for found in (chat(client, **options), streamed(client, **options)):
+                [call] = found["message"]["tool_calls"]
+                assert call["function"] == {"name": "noop", "arguments": "{}"} and found["finish_reason"] == reason
+
+
 def test_several_samples_have_parsers_of_their_own(client: Client, say: Say) -> None:
     say(CALL)
     status, found = client.ask(
