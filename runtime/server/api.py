@@ -57,8 +57,17 @@ class StreamOptions(BodyPart):
 
 
 def _stops(given: Any) -> Any:
-    """Turn a single text into a list, so that errors name a position in the request rather than a type of a union."""
-    return [given] if isinstance(given, str) else given
+    """Turn a single text into a list, so that errors name a position in the request rather than a type of a union.
+
+    Empty texts ask for nothing.
+    """
+    listed = [given] if isinstance(given, str) else given
+    return [text for text in listed if text != ""] if isinstance(listed, list) else listed
+
+
+def _none_if_false(given: Any) -> Any:
+    """Some clients send false, as chats have it, where no log probabilities are asked for."""
+    return None if given is False else given
 
 
 Tokens = Annotated[list[int], Field(fail_fast=True)]
@@ -103,6 +112,7 @@ class Common(BodyPart, StructureFields):
     allowed_token_ids: Tokens | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     truncate_prompt_tokens: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     priority: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -139,11 +149,13 @@ class Common(BodyPart, StructureFields):
 class CompletionRequest(Common):
     """POST /v1/completions: one prompt or several, each a text or token numbers."""
 
+    suffix: str | None = None
+    """What follows the text that is asked for, if the model was trained to write what is between."""
     prompt: Any  # checked where it is encoded: errors are clearer than those of a union type
     max_tokens: Annotated[int, Field(ge=0)] = 16
     echo: bool = False
     """Whether texts start with the prompt, and log probabilities with those of its tokens."""
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None, BeforeValidator(_none_if_false)] = None
 
     def prompts(self) -> list[str | Sequence[int]]:
         """The prompts as a list."""
@@ -154,12 +166,14 @@ class CompletionRequest(Common):
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The request's sampling parameters, with defaults as in `sampling`. Raises UsageError."""
-        if self.max_tokens == 0 and not self.echo:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise UsageError("max_tokens must be at least 1, or echo true for the prompt alone")
+        if self.echo and (self.suffix or self.prompt_logprobs is not None):
+            raise UsageError("echo with suffix or prompt_logprobs is not possible")
         reported = self.logprobs
         if self.max_tokens == 0 and reported is None:
             reported = 0  # the prompt is all that is asked for: it is computed even if nothing of it is reported
-        known = reported if self.echo else None
+        known = reported if self.echo else self.prompt_logprobs
         return self.sampling(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=known)
 
 

@@ -21,10 +21,12 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from qcompile import __version__
 from qcompile.errors import LongPromptError, OverflowedError, QCompileError, ResourceError, UsageError, shown
 from qcompile.runtime.arguments import Prompt
 from qcompile.runtime.chat import Render, closing_tokens
 from qcompile.runtime.dialogue import DialogueFormat
+from qcompile.runtime.infill import infill_tokens
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.sampling import SamplingParams
@@ -34,6 +36,7 @@ from qcompile.runtime.server.chat_replies import ChatReply
 from qcompile.runtime.server.metrics import Metrics
 from qcompile.runtime.server.replies import CompletionReply, Echo, Reply
 from qcompile.runtime.server.service import Answer, BusyError, Service
+from qcompile.runtime.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
 """Largest request body: bytes, or bytes per token of the context if that is more. While a body is parsed, all other
@@ -165,6 +168,9 @@ def create_app(served: Served, service: Service) -> FastAPI:
     guarded = APIRouter(route_class=_guarded(handlers.authorize))
     guarded.api_route("/v1/models", methods=_READ)(handlers.models)
     guarded.api_route("/v1/models/{name:path}", methods=_READ)(handlers.model)
+    guarded.api_route("/version", methods=_READ)(handlers.version)
+    guarded.post("/tokenize")(handlers.tokenize)
+    guarded.post("/detokenize")(handlers.detokenize)
     guarded.post("/v1/completions")(handlers.complete)
     guarded.post("/v1/chat/completions")(handlers.chat)
     app.include_router(guarded)
@@ -236,9 +242,41 @@ class _Handlers:
         self._known(name)
         return JSONResponse(self._entry())
 
+    async def version(self) -> JSONResponse:
+        """The version of qcompile."""
+        return JSONResponse({"version": __version__})
+
+    async def tokenize(self, asked: TokenizeRequest) -> JSONResponse:
+        """POST /tokenize."""
+        self._check_model(asked.model)
+        dialogue = asked.dialogue()
+
+        def tokens() -> dict[str, Any]:
+            text = asked.prompt or "" if dialogue is None else self._templates.turn(dialogue).prompt
+            return asked.reply(self._llm, text)
+
+        return JSONResponse(await run_in_threadpool(tokens))
+
+    async def detokenize(self, asked: DetokenizeRequest) -> JSONResponse:
+        """POST /detokenize."""
+        self._check_model(asked.model)
+        return JSONResponse(await run_in_threadpool(asked.reply, self._llm))
+
+    @property
+    def _templates(self) -> DialogueFormat:
+        """How conversations are written. Raises UsageError without a chat template."""
+        if self._dialogues is None:
+            raise UsageError(f"{self._served.name} has no chat template: use /v1/completions")
+        return self._dialogues
+
     def _entry(self) -> dict[str, Any]:
         name, most = self._served.name, self._llm.context
         return {"id": name, "object": "model", "created": self._started, "owned_by": "qcompile", "max_model_len": most}
+
+    def _check_model(self, name: str | None) -> None:
+        """Raise UsageError for a request that names another model than the one served."""
+        if name is not None:
+            self._known(name)
 
     def _known(self, name: str) -> None:
         if name != self._served.name:
@@ -248,18 +286,21 @@ class _Handlers:
         """POST /v1/completions."""
         params = asked.params(self._llm.sampling_defaults)
         prompts = asked.prompts()
+        if asked.suffix:
+            prompts = list(await run_in_threadpool(infill_tokens, self._llm.tokenizer, prompts, asked.suffix))
         echo = Echo(prompts, self._llm.decode, params.truncate_prompt_tokens is not None) if asked.echo else None
-        reply = CompletionReply(self._served.name, params.n, self._llm.token_bytes, echo)
+        told = asked.prompt_logprobs is not None
+        reply = CompletionReply(self._served.name, params.n, self._llm.token_bytes, echo, told)
         return await self._answer(request, asked, prompts, params, reply)
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        if self._dialogues is None:
-            raise UsageError(f"{self._served.name} has no chat template: use /v1/completions")
+        templates = self._templates
         given = asked.params(self._llm.sampling_defaults)
-        turn = await run_in_threadpool(self._dialogues.turn, asked.dialogue(given.structure is not None))
+        turn = await run_in_threadpool(templates.turn, asked.dialogue(given.structure is not None))
         params = turn.params(given)
         reply = ChatReply(self._served.name, params.n, self._llm.token_bytes, asked.top_logprobs or 0, turn)
+        reply.tells_prompt = asked.prompt_logprobs is not None
         return await self._answer(request, asked, [turn.prompt], params, reply, special=False)
 
     async def _answer(
@@ -271,10 +312,11 @@ class _Handlers:
         reply: Reply,
         special: bool = True,
     ) -> Response:
-        if asked.model is not None:
-            self._known(asked.model)
+        self._check_model(asked.model)
         if asked.stream:
             params.check_streamed()
+            if asked.prompt_logprobs is not None:
+                raise UsageError("prompt_logprobs are not possible in streams")
         self._service.admit(len(prompts) * params.generated.n, params)
         tokens = await self._encoded(prompts, special, params)
         # Compiled in a thread, as it may take longer than other responses should wait.

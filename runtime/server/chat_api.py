@@ -154,4 +154,5 @@ class ChatRequest(Common):
         if self.top_logprobs and not self.logprobs:
             raise UsageError("top_logprobs needs logprobs: true")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling(defaults, most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        reported = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling(defaults, most, logprobs=reported, prompt_logprobs=self.prompt_logprobs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from qcompile.runtime.messages import MessageStream
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
-from qcompile.runtime.server.logprobs import TokenBytes, no_bytes
+from qcompile.runtime.server.logprobs import TokenBytes, no_bytes, prompt_entries
 from qcompile.runtime.server.replies import Reply
 from qcompile.runtime.turn import PLAIN_TURN, Turn
 
@@ -21,7 +22,13 @@ class ChatReply(Reply):
     ) -> None:
         super().__init__(model, samples, token_bytes)
         self._top, self._turn = top, turn
+        self.tells_prompt = False
+        """Whether the response has the log probabilities of the prompt."""
         self._streams: dict[int, MessageStream] = {}  # by choice
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        found = super().whole(outputs)
+        return found | {"prompt_logprobs": prompt_entries(outputs[0])} if self.tells_prompt else found
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         stream = MessageStream(self._turn)

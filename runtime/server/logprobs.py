@@ -19,6 +19,16 @@ def no_bytes(token: int) -> None:
     """The `TokenBytes` of a model without a tokenizer."""
 
 
+def prompt_entries(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """The log probabilities of a prompt by token number, in vLLM's format."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None if each is None else {str(token): one._asdict() for token, one in each.items()}
+        for each in output.prompt_logprobs
+    ]
+
+
 class TextOffsets:
     """Counts the characters of a text token by token. start: the offset of the first token."""
 

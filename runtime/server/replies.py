@@ -13,7 +13,7 @@ from qcompile.errors import QCompileError
 from qcompile.runtime.arguments import Prompt
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
 from qcompile.runtime.server import api
-from qcompile.runtime.server.logprobs import TextOffsets, TokenBytes, TokenSpeller, no_bytes
+from qcompile.runtime.server.logprobs import TextOffsets, TokenBytes, TokenSpeller, no_bytes, prompt_entries
 
 Finished = Callable[[RequestOutput], None]
 
@@ -134,13 +134,24 @@ class Echo:
 
 
 class CompletionReply(Reply):
-    """A response of /v1/completions. echo: the prompts, if the response is to start with them."""
+    """A response of /v1/completions.
+
+    echo: the prompts, if the response is to start with them. tells_prompt: whether it has their log probabilities apart
+    from that.
+    """
 
     prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, samples: int, token_bytes: TokenBytes = no_bytes, echo: Echo | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        samples: int,
+        token_bytes: TokenBytes = no_bytes,
+        echo: Echo | None = None,
+        tells_prompt: bool = False,
+    ) -> None:
         super().__init__(model, samples, token_bytes)
-        self._echo = echo
+        self._echo, self._tells_prompt = echo, tells_prompt
         self._offsets: dict[int, TextOffsets] = {}  # of the tokens not sent yet, by choice
 
     def ready(self, output: RequestOutput) -> bool:
@@ -148,8 +159,8 @@ class CompletionReply(Reply):
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         prompt = self._echo.text(output) if self._echo else ""
-        choice = self._continued(index, sample, 0, 0, TextOffsets(len(prompt)))
-        return self._echoed(choice, prompt, output)
+        choice = self._echoed(self._continued(index, sample, 0, 0, TextOffsets(len(prompt))), prompt, output)
+        return choice | {"prompt_logprobs": prompt_entries(output)} if self._tells_prompt else choice
 
     def piece(
         self, index: int, output: RequestOutput, sample: CompletionOutput, characters: int, tokens: int

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
+import qcompile
 from qcompile.errors import UsageError
 from qcompile.runtime.llm import LLM
 from tests.runtime.server.test_server import GREEDY, Client, events, serving, slow_steps
@@ -172,3 +174,81 @@ def test_what_may_not_be_chosen_over_http(client: Client, llm: LLM) -> None:
     assert "leave no token" in client.refused(400, {"prompt": "x", "allowed_token_ids": [66], "bad_words": ["b"]})
     assert "at most max_tokens" in client.refused(400, {"prompt": "x", "min_tokens": 17})
     assert client.ask(CHAT, {"messages": SAID, "min_tokens": 17, "max_tokens": 17})[0] == 200
+
+
+def test_log_probabilities_of_prompts_over_http(client: Client, llm: LLM) -> None:
+    want = llm.generate("abc", prompt_logprobs=2, temperature=0, max_tokens=1)[0].prompt_logprobs
+    assert want
+    entries = [each and {str(token): one._asdict() for token, one in each.items()} for each in want]
+    (choice,) = client.complete("abc", prompt_logprobs=2, max_tokens=1)["choices"]
+    assert choice["prompt_logprobs"] == entries and entries[0] is None and len(entries[1] or ()) in (2, 3)
+    (choice,) = client.complete("abc", prompt_logprobs=2, max_tokens=0)["choices"]
+    assert choice["prompt_logprobs"] == entries and choice["text"] == ""
+    body = {"messages": [{"role": "user", "content": "abc"}], "prompt_logprobs": 2, "max_tokens": 1}
+    assert client.ask(CHAT, body)[1]["prompt_logprobs"] == entries
+    assert "not possible in streams" in client.refused(400, {"prompt": "x", "prompt_logprobs": 0, "stream": True})
+    assert "not possible" in client.refused(400, {"prompt": "x", "prompt_logprobs": 0, "echo": True})
+    assert "prompt_logprobs" in client.refused(400, {"prompt": "x", "prompt_logprobs": 21})
+
+
+@pytest.mark.parametrize(
+    "marks", [("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("▁<PRE>", "▁<SUF>", "▁<MID>")]
+)
+def test_the_middle_of_a_text(marks: tuple[str, ...]) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(list(marks))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    ids = [0, 257, *tokenizer.encode("ab", add_special_tokens=False).ids, 258]
+    ids += [*tokenizer.encode("cd", add_special_tokens=False).ids, 259]
+    with fake_llm(tokenizer=tokenizer) as alone, fake_llm(tokenizer=tokenizer) as served, serving(served) as client:
+        want = alone.generate([ids], **GREEDY)[0].outputs[0].text
+        found = client.complete(["ab", "x"], suffix="cd")
+        assert found["choices"][0]["text"] == want and found["usage"]["prompt_tokens"] == len(ids) + len(ids) - 1
+        assert "suffix is for prompts of text" in client.refused(400, {"prompt": [1, 2], "suffix": "x"})
+        assert "echo with suffix" in client.refused(400, {"prompt": "x", "suffix": "x", "echo": True})
+
+
+def test_values_that_ask_for_nothing(client: Client) -> None:
+    plain = client.complete("ab")["choices"]
+    for nothing in ({"stop": ""}, {"stop": [""]}, {"logprobs": False}, {"suffix": ""}, {"bad_words": []}):
+        assert client.complete("ab", **nothing)["choices"] == plain
+
+
+def test_tokens_of_texts_and_texts_of_tokens(client: Client, llm: LLM) -> None:
+    ids = llm.encode("a é")
+    found = client.ask("/tokenize", {"prompt": "a é", "model": "tiny", "return_token_strs": True})[1]
+    assert found["tokens"] == ids and found["count"] == len(ids) == 4 and found["max_model_len"] == llm.context
+    assert found["token_strs"] == ["a", "Ġ", "Ã", "©"]
+    assert client.ask("/tokenize", {"prompt": "a é"})[1] == found | {"token_strs": None}
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+    assert client.ask("/tokenize", {"messages": talk})[1]["tokens"] == llm.encode("a|")
+    assert client.ask("/detokenize", {"tokens": [0, *ids, 0], "model": "tiny"})[1] == {"prompt": "<eos>a é<eos>"}
+    assert client.ask("/tokenize", {"prompt": ""})[1]["count"] == 0
+    assert client.ask("/tokenize", {"prompt": "x" * 5000})[1]["count"] == 5000  # longer than the context
+    assert client.refused(400, {}, "/tokenize") == "give prompt or messages"
+    assert client.refused(400, {"prompt": "x", "messages": talk}, "/tokenize") == "give prompt or messages"
+    assert "tools and chat_template_kwargs need messages" in client.refused(
+        400, {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "/tokenize"
+    )
+    assert client.refused(400, {"prompt": "x", "text": 1}, "/tokenize") == "text: is not supported"
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": []})):
+        assert "no model" in client.refused(404, body | {"model": "other"}, path)
+    for tokens in ([260], [-1], [2**70]):
+        assert "outside the vocabulary of 260" in client.refused(400, {"tokens": tokens}, "/detokenize")
+    assert client.ask("/version") == (200, {"version": qcompile.__version__})
+
+
+def test_special_tokens_of_tokenized_texts() -> None:
+    """A template writes its own; other texts get the tokenizer's."""
+    tokenizer = byte_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    render = lambda messages: "<eos>" + messages[0]["content"]  # noqa: E731
+    with fake_llm(tokenizer=tokenizer) as llm, serving(llm, template=render) as client:
+        for body in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
+            assert client.ask("/tokenize", body)[1]["tokens"] == llm.encode("a")
+        assert client.ask("/tokenize", {"prompt": "a", "add_special_tokens": False})[1]["tokens"] == llm.encode("a")[1:]
+    with fake_llm() as bare, serving(bare) as client:
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": []})):
+            assert "no tokenizer" in client.refused(400, body, path)
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        assert "no chat template" in client.refused(400, body, "/tokenize")

@@ -273,7 +273,7 @@ def test_offsets_of_a_stream_are_those_of_the_whole() -> None:
         (b"\xff", 400, ""),
         ([], 400, "the body"),
         ({}, 400, "prompt"),
-        ({"prompt": "x", "suffix": "y"}, 400, "suffix: is not supported"),
+        ({"prompt": "x", "suffix": "y"}, 400, "suffix is not supported by this model: its tokenizer has no tokens"),
         ({"prompt": "x", "logit_bias": {"1": 101}}, 400, "logit_bias of token 1 must be a number between -100 and 100"),
         ({"prompt": "x", "presence_penalty": 3}, 400, "presence_penalty must be a number between -2 and 2, not 3"),
         ({"prompt": "x", "frequency_penalty": True}, 400, "frequency_penalty: Input should be a valid number"),
@@ -353,7 +353,11 @@ def test_of_a_million_wrong_things_the_first_is_told(kind: type[BaseModel], body
 
 
 def test_chat_refuses_what_it_cannot_read(client: Client) -> None:
-    for messages in ([], [{"role": "tool", "content": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}]):
+    for messages in (
+        [],
+        [{"role": "function", "content": "x"}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+    ):
         assert "messages" in client.refused(400, {"messages": messages}, "/v1/chat/completions")
     body = {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}
     assert "logprobs: true" in client.refused(400, body, "/v1/chat/completions")
