@@ -65,6 +65,27 @@ GPU_MUTATIONS = (
         f"{GPU_PENALTIES} -k shared",
     ),
     Mutation(
+        "a GPU's masks do not know the drafts before their row",
+        "runtime/cuda/masks.py",
+        "                later[position] = token\n",
+        "                pass\n",
+        "tests/codegen/gpu/test_masks.py -k rows",
+    ),
+    Mutation(
+        "a GPU's step reads the masks of the step before",
+        "runtime/cuda/launching.py",
+        "        masks()\n        self._run(counts, feed_back, _FROM_MASKS, times)\n",
+        "        self._run(counts, feed_back, _FROM_MASKS, times)\n        masks()\n",
+        "tests/codegen/gpu/test_masks.py -k engine",
+    ),
+    Mutation(
+        "a GPU reports logits with their mask",
+        "codegen/gpu/templates/report.py.jinja",
+        'changed | (tl.load({{ option("masked") }}) > 0)',
+        "changed",
+        "tests/codegen/gpu/test_masks.py -k engine",
+    ),
+    Mutation(
         "a GPU's rank counts equal logits",
         "codegen/gpu/templates/report.py.jinja",
         "(x > own)",

@@ -226,7 +226,7 @@ class LLM:
 
     def check(self, params: SamplingParams) -> None:
         """Raise UsageError for parameters that this model does not support."""
-        check_supported(params, self.vocab_size, self.tokenizer is not None, self.executor.masks)
+        check_supported(params, self.vocab_size, self.tokenizer is not None)
         self.engine.bans(params)
 
     def encode(

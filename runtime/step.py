@@ -110,8 +110,9 @@ class StepExecutor(Protocol):
     """Whether steps can sample tokens, apply biases and penalties, and report log probabilities. If so, the "argmax" of
     a sequence is the token that its Draws choose, and its reports are written."""
 
-    masks: bool
-    """Whether steps can leave out tokens that a grammar excludes (`Draws.masks`)."""
+    asks_for_masks: bool
+    """Whether a call of several steps, or of rounds, asks for the masks of its later steps (`Draws.masks`). If not, a
+    sequence with a grammar takes one step a call."""
     overlaps: bool
     """Whether the host can do other work after `start`, while the step runs."""
 

@@ -21,9 +21,10 @@ and grid sizes. Counts of a step:
     decode_tokens, other_tokens the number of tokens, the first if there are no prompts, else the second; the other is 0
     sampled, top_k, top_p       `outputs` if any sequence has a temperature, a top-k or a top-p; else 0
     biased, penalized           `outputs` if any sequence has biases, or penalties, else 0
+    masked                      `outputs` if a grammar excludes tokens of any sequence, else 0
     reported                    `outputs` if log probabilities of any sequence are wanted, else 0
-    kept                        if any of these sequences has biases or penalties too, at least the number of outputs
-                                whose next token is not known; else 0
+    kept                        if any of these sequences has biases, penalties or a grammar too, at least the number of
+                                outputs whose next token is not known; else 0
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """GPU kernels for log probabilities of chosen and of known tokens; runtime/sampling/logprobs.py reads their reports.
 
-1. `report_keep` copies the logits of rows that have a report, and biases or penalties, which change logits in place.
+1. `report_keep` copies the logits of rows that have a report, and biases, penalties or a mask, which change logits in
+   place.
 2. After the tokens are chosen, `report_parts` finds for each part of a row its largest logits, the sum of its weights,
    and the number of logits above that of the chosen token.
 3. `report_row` combines the parts into the report of the row.
@@ -35,7 +36,7 @@ def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
     names = _ROW if kind == "keep" else (*_ROW, "argmax", "seen", *_PARTS)
     names = (*names, "reports") if kind == "row" else names
     arguments = tuple(Argument(name, _TYPES.get(name, "*fp64")) for name in names)
-    titles = {"keep": "Logits before biases and penalties", "parts": "Reports of parts of the logits"}
+    titles = {"keep": "Logits before biases, penalties and masks", "parts": "Reports of parts of the logits"}
     name, pdl = f"report_{kind}", has_pdl(capability)
     source = render_template(
         "report.py.jinja",
@@ -53,7 +54,7 @@ def report_kernel(kind: str, vocab: int, capability: int) -> Kernel:
 
 
 def keeping(call: str, vocab: int, capability: int) -> Iterator[Launch]:
-    """The launch that copies rows of logits for reports. It runs before biases and penalties are applied."""
+    """The launch that copies rows of logits for reports. It runs before these are changed."""
     yield _launch(call, "keep", vocab, capability)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch, Variant
+from qcompile.codegen.gpu.masks import masking
 from qcompile.codegen.gpu.operands import CountRef, GridSize, InputRef, NumberRef, Operands, ScratchRef, Size
 from qcompile.codegen.gpu.penalties import penalties
 from qcompile.codegen.gpu.report import keeping, reporting
@@ -83,10 +84,11 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
 def choosing(call: str, vocab: int, capability: int) -> Iterator[Launch]:
     """The launches that choose the token of each row of logits and report its log probability.
 
-    They apply biases and penalties, find the largest logit, and sample in rows with a temperature.
+    They apply biases, penalties and masks, find the largest logit, and sample in rows with a temperature.
     """
     yield from keeping(call, vocab, capability)
     yield from penalties(call, vocab, capability)
+    yield from masking(call, vocab)
     parts = -(-vocab // ARGMAX_PART)
     args: Operands = {name: _largest(vocab, name) for name in ("part_value", "part_index")}
     args |= {name: InputRef(name) for name in ("logits", "argmax")}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 CPU_ABI = 9
 """Version of the C interface of a CPU target's library (codegen/cpu/templates/abi.h, runtime/cpu/executor.py)."""
-GPU_ABI = 24
+GPU_ABI = 25
 """Version of the launch plans of a GPU target (codegen/gpu/launches.py, runtime/cuda/executor.py)."""
 
 
@@ -51,3 +51,5 @@ class GpuSamplingOptions(NamedTuple):
     """Known tokens of this sequence and of all before it."""
     biases_at: float = 0
     biases: float = 0
+    masked: float = 0
+    """1: some tokens are left out by a mask."""

@@ -28,7 +28,7 @@ FILL_MASK = ctypes.CFUNCTYPE(None, ctypes.py_object, ctypes.c_void_p, ctypes.c_i
 @FILL_MASK
 def _fill_mask(grammar: GrammarState, tokens: int, count: int, mask: int, words: int) -> None:
     """Write a mask, as `qc_fill_mask` describes. If this fails, no token is left and the request ends."""
-    ahead = (ctypes.c_int32 * count).from_address(tokens)[:] if count else ()
+    ahead = (ctypes.c_int32 * count).from_address(tokens)[:] if count else []
     grammar.fill(ahead, mask, words)
 
 
@@ -202,7 +202,7 @@ class Executor:
     short.
     """
 
-    draws, masks, overlaps = True, True, False
+    draws, asks_for_masks, overlaps = True, True, False
 
     def __init__(
         self,

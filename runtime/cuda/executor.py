@@ -19,6 +19,7 @@ from qcompile.runtime.cuda.counts import Counts, attention_counts
 from qcompile.runtime.cuda.driver import Driver, LaunchCall
 from qcompile.runtime.cuda.inputs import StepInputs
 from qcompile.runtime.cuda.launching import Addresses, Launcher
+from qcompile.runtime.cuda.masks import DeviceMasks
 from qcompile.runtime.cuda.memory import MOST_DECODED, DeviceMemory, PinnedNumbers
 from qcompile.runtime.cuda.profile import LaunchTimes
 from qcompile.runtime.cuda.sampling import DeviceSampling
@@ -37,7 +38,7 @@ class CudaExecutor:
     for recurrent states. Raises ResourceError when memory is short.
     """
 
-    threads, draws, masks, overlaps, embed_width = 0, True, False, True, 0
+    threads, draws, asks_for_masks, overlaps, embed_width = 0, True, False, True, 0
     copies: SlotCopies | None = None
 
     def __init__(
@@ -67,6 +68,7 @@ class CudaExecutor:
         self._turn = 0
         self._waits: dict[int, Callable[[], list[int]]] = {}  # by turn, for the tokens of what `start` has queued
         self._sampling: DeviceSampling | None = None
+        self._masks = DeviceMasks(driver, self.memory.rows, limits.vocab)
         self._modules: list[ctypes.c_void_p] = []
         self._closed = False
         try:
@@ -112,9 +114,12 @@ class CudaExecutor:
                 self._waits[turn]()
         self.driver.use()
         written = self.inputs.write(sequences, ahead, self._turn)
-        if self._sampling.lacks_room(draws):
+        masked = self._masks.want(sequences, draws)
+        if self._masks.lacks_room or self._sampling.lacks_room(draws):
             self.launcher.forget()
             self._sampling.grow(draws)
+            self._masks.grow()
+        assert not (masked and ahead > 1)  # masks of later steps follow from the tokens of these
         return {
             "tokens": written.tokens,
             "outputs": written.outputs,
@@ -129,6 +134,8 @@ class CudaExecutor:
         """Address of a step's input or result on the GPU."""
         if self._sampling and name in self._sampling.addresses:
             return self._sampling.addresses[name]
+        if name == "masks":
+            return self._masks.address
         place = self.inputs.address(name)
         return self.memory.results[name] if place is None else place
 
@@ -156,7 +163,7 @@ class CudaExecutor:
         [outputs, vocab] (with penalties, if its sequence has any), a view that the next call overwrites.
         """
         counts = self.fill(sequences, draws=draws)
-        self.launcher.run(counts, feed_back=False)
+        self._run(counts, False, 1)
         outputs = counts["outputs"]
         if outputs and logits:
             size = 4 * self.limits.vocab * outputs
@@ -175,7 +182,7 @@ class CudaExecutor:
             times = min(each, steps - len(tokens) // counts["tokens"])
             if tokens:  # the GPU has updated tokens and positions itself
                 self.inputs.reset_counter(self._turn)
-            self.launcher.run(counts, feed_back=True, times=times)
+            self._run(counts, True, times)
             last = len(tokens) + times * counts["tokens"] == steps * counts["tokens"]
             tokens += self._fetch("decoded", times * counts["tokens"], last)()
         return tokens
@@ -191,7 +198,7 @@ class CudaExecutor:
         counts = self.fill(sequences, steps * several, draws, behind)
         if any(token < 0 for rows in sequences for token in rows.tokens):
             self.launcher.launch(self.plan["follow"], counts)
-        self.launcher.run(counts, feed_back=several, times=steps)
+        self._run(counts, several, steps)
         results = ("decoded", steps * counts["tokens"]) if several else ("argmax", counts["outputs"])
         turn, fetch = self._turn, self._fetch(*results, last=True)
         tokens: list[int] | None = None
@@ -205,6 +212,10 @@ class CudaExecutor:
 
         self._waits[turn] = wait
         return wait
+
+    def _run(self, counts: Counts, feed_back: bool, times: int) -> None:
+        """Queue `times` steps. Their masks are written while the GPU computes what is before them."""
+        self.launcher.run(counts, feed_back, times, self._masks.send if counts["masked"] else None)
 
     def _fetch(self, name: str, count: int, last: bool) -> Callable[[], list[int]]:
         """Queue a copy to the host of the first tokens of a result, and of the reports that the draws of `fill` ask for
@@ -261,6 +272,7 @@ class CudaExecutor:
             self.driver.unload(module)
         if self._sampling:
             self._sampling.free()
+        self._masks.free()
         self.inputs.free()
         for tokens in self._tokens:
             tokens.free()

@@ -14,6 +14,8 @@ from qcompile.runtime.cuda.memory import DeviceMemory
 from qcompile.runtime.cuda.profile import LaunchTimes
 
 _MAX_GRAPHS = 64
+_WHOLE, _BEFORE_MASKS, _FROM_MASKS = "whole", "before masks", "from masks on"
+"""Parts of a step."""
 Addresses = Mapping[tuple[str, str], int]
 """Addresses by kind and name of an operand (codegen/gpu/operands.py)."""
 
@@ -61,14 +63,26 @@ class Launcher:
         if self.profile:
             self.profile.forget()
 
-    def run(self, counts: Counts, feed_back: bool, times: int = 1) -> None:
-        """Queue `times` steps: as a graph if these counts were seen before or repeat now, else launch by launch."""
-        key = (*counts.values(), feed_back)
+    def run(self, counts: Counts, feed_back: bool, times: int = 1, masks: Callable[[], object] | None = None) -> None:
+        """Queue `times` steps: as a graph if these counts were seen before or repeat now, else launch by launch.
+
+        masks: called when all launches before those that read masks are queued, to write the masks of a single step.
+        """
+        if masks is None:
+            self._run(counts, feed_back, _WHOLE, times)
+            return
+        self._run(counts, feed_back, _BEFORE_MASKS, times)
+        masks()
+        self._run(counts, feed_back, _FROM_MASKS, times)
+
+    def _run(self, counts: Counts, feed_back: bool, part: str, times: int) -> None:
+        """`run` for a part of the launches."""
+        key = (*counts.values(), feed_back, part)
         graph = self.graphs.get(key)
         again = times > 1 or key in self._seen
         short = counts["queries"] <= self._plan["most_queries"]  # counts of long steps rarely repeat
         if graph is None and again and short and self.profile is None:
-            graph = self._capture(key, counts, feed_back)
+            graph = self._capture(key, counts, self._launches(feed_back, part))
         if graph is not None and self.profile is None:
             self.graphs.move_to_end(key)
             for _ in range(times):
@@ -78,15 +92,21 @@ class Launcher:
             self._seen.add(key)
         for _ in range(times):
             if self.profile is None:
-                self.launch(self._launches(feed_back), counts)
+                self.launch(self._launches(feed_back, part), counts)
             else:
-                self.profile.run(key, lambda: self.prepare(self._launches(feed_back), counts))
+                self.profile.run(key, lambda: self.prepare(self._launches(feed_back, part), counts))
 
-    def _launches(self, feed_back: bool) -> list[dict[str, Any]]:
-        return self._plan["launches"] + (self._plan["feedback"] if feed_back else [])
+    def _launches(self, feed_back: bool, part: str) -> list[dict[str, Any]]:
+        """The launches of a part of a step."""
+        launches: list[dict[str, Any]] = self._plan["launches"]
+        first = next((i for i, launch in enumerate(launches) if launch["by"] == "masked"), len(launches))
+        if part == _BEFORE_MASKS:
+            return launches[:first]
+        rest = launches[first:] if part == _FROM_MASKS else launches
+        return rest + (self._plan["feedback"] if feed_back else [])
 
-    def _capture(self, key: tuple[Any, ...], counts: Counts, feed_back: bool) -> ctypes.c_void_p:
-        ready = self.prepare(self._launches(feed_back), counts)
+    def _capture(self, key: tuple[Any, ...], counts: Counts, launches: list[dict[str, Any]]) -> ctypes.c_void_p:
+        ready = self.prepare(launches, counts)
         with self._driver.captured() as result:
             for _, call in ready:
                 call.run()

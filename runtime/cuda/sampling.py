@@ -154,6 +154,7 @@ class DeviceSampling:
             reported=len(reports),
             known=len(draw.known),
             known_through=ends.known_through + len(draw.known),
+            masked=draw.masks is not None,
         )
         listed = int(ends.listed_at)
         if (given := draw.penalties) is not None:
@@ -212,10 +213,11 @@ def _counts(draws: Sequence[Draws], outputs: int, known: int) -> dict[str, int]:
         "top_p": any(draw.top_p < 1 for draw in draws),
         "biased": any(draw.bias for draw in draws),
         "penalized": any(draw.penalties for draw in draws),
+        "masked": any(draw.masks for draw in draws),
         "reported": any(draw.reports is not None for draw in draws),
     }
     # A power of two, as the launches that know the memory of kept rows are dropped where it grows.
-    changed = any((draw.bias or draw.penalties) and draw.reports is not None for draw in draws)
+    changed = any((draw.bias or draw.penalties or draw.masks) and draw.reports is not None for draw in draws)
     rows = 1 << (outputs - known - 1).bit_length() if changed and outputs > known else 0
     return {**{name: outputs if some else 0 for name, some in on.items()}, "kept": rows}
 

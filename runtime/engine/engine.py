@@ -61,6 +61,7 @@ class Engine:
         """Whether a step may run on the executor while the host postprocesses the step before."""
         limits = executor.limits
         self.scheduler = Scheduler(pool, limits.max_tokens, max_batch, executor.draws, limits.max_outputs)
+        self.scheduler.asks_for_masks = executor.asks_for_masks
         if executor.copies and pool.prefixes is not None:
             self.scheduler.snapshots = Snapshots(executor.copies)
         self.scheduler.drafts_have_states = drafter is not None and drafter.has_states

@@ -37,6 +37,8 @@ class Scheduler:
         """Whether a draft has recurrent states of its own, which no cached page holds."""
         self.draws = draws
         """Whether the executor samples the tokens of requests with a temperature."""
+        self.asks_for_masks = True
+        """Whether calls of several steps ask for the masks of their later steps (`StepExecutor.asks_for_masks`)."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.preemptions = 0
@@ -98,6 +100,8 @@ class Scheduler:
     def extend(self, plan: StepPlan, steps: int) -> StepPlan:
         """`plan`, in which all requests decode, with as many steps, up to `steps`, as all requests have room for."""
         if any(request.params.needs_logits(self.draws) for request in plan.requests):
+            return plan
+        if not self.asks_for_masks and any(request.sampler.grammar for request in plan.requests):
             return plan
         steps = min(steps, *(request.call_length - request.sequence.length for request in plan.requests))
         return StepPlan(plan.requests, plan.counts, self.reserve(plan.requests, steps))

@@ -89,8 +89,14 @@ class Speculation:
             return False
         if all(request.params.argmax_only for request in plan.requests):
             return True
+        if any(self._undrafted(request) for request in plan.requests):
+            return False
         draws = self.executor.draws and not self.rejects and self.drafter.draws_in_rounds(plan.requests)
         return draws and not any(request.params.needs_logits(draws) for request in plan.requests)
+
+    def _undrafted(self, request: Request) -> bool:
+        """Whether a request has no drafts, as the executor cannot ask for the masks of its grammar in rounds."""
+        return request.sampler.grammar is not None and not self.executor.asks_for_masks
 
     def gammas(self, plan: StepPlan, gamma: int) -> list[int]:
         """How many tokens to draft for each request of a step; 0 for requests that are not decoding."""
@@ -105,7 +111,8 @@ class Speculation:
         gammas = []
         for request, each in zip(plan.requests, wanted, strict=True):
             left = min(request.call_length, self.drafter.max_position) - len(request.sequence.tokens) - 1
-            gammas.append(max(0, min(each, most, left)) if request.sequence.decodes else 0)
+            drafted = request.sequence.decodes and not self._undrafted(request)
+            gammas.append(max(0, min(each, most, left)) if drafted else 0)
         return gammas
 
     # ---- drafting -------------------------------------------------------------------------------

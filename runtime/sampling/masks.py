@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ class GrammarState:
             self._failed = token < 0 or not self._advance([token])
             del self._ahead[:1]
 
-    def fill(self, ahead: Sequence[int], address: int, words: int) -> None:
+    def fill(self, ahead: list[int], address: int, words: int) -> None:
         """Write the mask of the tokens that may follow the text and `ahead`: uint32 [words] at an address.
 
         All tokens may follow an end of text, and a draft that the grammar excludes: what follows these is discarded.
@@ -79,7 +80,7 @@ class GrammarState:
     def masked(self, logits: npt.NDArray[np.float32], ahead: Sequence[int] = ()) -> npt.NDArray[np.float32]:
         """Logits [vocab] after the text and `ahead`; -inf for tokens that may not follow."""
         mask = np.zeros(mask_words(len(logits)), np.uint32)
-        self.fill(ahead, mask.ctypes.data, len(mask))
+        self.fill(list(ahead), mask.ctypes.data, len(mask))
         allowed = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
         return np.where(allowed, logits, np.float32(-np.inf))
 
@@ -88,15 +89,15 @@ class GrammarState:
         """Why no token may follow, if the grammar has exceeded a limit; else empty."""
         return first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
-    def _advance(self, ahead: Sequence[int]) -> int:
+    def _advance(self, ahead: list[int]) -> int:
         """Have the matcher take these tokens after those noted. Returns how many the grammar allows."""
-        shared = 0
-        while shared < min(len(ahead), len(self._ahead)) and ahead[shared] == self._ahead[shared]:
-            shared += 1
+        shared = len(self._ahead)
+        if self._ahead != ahead[:shared]:
+            shared = next(i for i, (a, b) in enumerate(zip_longest(self._ahead, ahead)) if a != b)
         if surplus := len(self._ahead) - shared:
             self._matcher.rollback(surplus)
             del self._ahead[shared:]
-        if new := list(ahead[shared:]):
+        if new := ahead[shared:]:
             self._ahead += new[: self._matcher.try_consume_tokens(new)]
         return len(self._ahead)
 

@@ -6,15 +6,10 @@ from qcompile.errors import UsageError
 from qcompile.runtime.sampling.sampling import SamplingParams
 
 
-def check_supported(params: SamplingParams, vocab: int, has_tokenizer: bool, has_masks: bool) -> None:
-    """Raise UsageError for parameters that a model does not support.
-
-    vocab: size of its vocabulary. has_masks: whether its executor masks tokens.
-    """
+def check_supported(params: SamplingParams, vocab: int, has_tokenizer: bool) -> None:
+    """Raise UsageError for parameters that a model with a vocabulary of this size does not support."""
     if params.stops and not has_tokenizer:
         raise UsageError("this artifact has no tokenizer: stop texts cannot be found in its output")
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         if (worst := max(getattr(params, name) or (-1,))) >= vocab:
             raise UsageError(f"{name} has token {worst}, outside the model's vocabulary of {vocab}")
-    if params.structure and not has_masks:
-        raise UsageError("structured_outputs are not supported by this artifact's device yet: build it for a CPU")

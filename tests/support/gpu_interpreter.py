@@ -123,7 +123,7 @@ class Interpreter:
             "sequences": len(chunks),
             "queries": max(lengths),
             "table_stride": stride,
-            **dict.fromkeys(("sampled", "top_k", "top_p", "biased", "penalized", "reported", "kept"), 0),
+            **dict.fromkeys(("sampled", "top_k", "top_p", "biased", "penalized", "masked", "reported", "kept"), 0),
             **attention_counts(plan, decoding, prompts),
         }
 

@@ -238,9 +238,6 @@ def test_models_that_cannot_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatc
         UsageError, match="not supported with this tokenizer: token 1 is 'other', and b'!' for grammars"
     ):
         llm.generate([[5]], params)
-    llm.executor.masks = False
-    with pytest.raises(UsageError, match="not supported by this artifact's device"):
-        llm.generate([[5]], params)
 
 
 def test_a_slow_compilation_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

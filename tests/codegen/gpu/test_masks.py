@@ -1,0 +1,151 @@
+"""Masks of grammars on a GPU, interpreted: Python's tokens, in steps, in batches with drafts, and with reports."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qcompile.runtime.sampling.masks import Grammar, Masks, mask_words
+from qcompile.runtime.sampling.sampling import GREEDY, SamplingParams
+from qcompile.runtime.step import Rows
+from tests.codegen.gpu.test_sample import SMALL
+from tests.support.graphs import decoder
+from tests.support.interpreted import interpreted, needs_triton
+
+
+class Remainders:
+    """Stands for llguidance's matcher: of a text's token i, the remainder by 3 follows from the token before it."""
+
+    def __init__(self, text: tuple[int, ...] = ()) -> None:
+        self.text = list(text)
+
+    def allows(self, token: int) -> bool:
+        return token % 3 == (self.text[-1] * 7 + len(self.text)) % 3 if self.text else token % 2 == 1
+
+    def deep_copy(self) -> Remainders:
+        return Remainders(tuple(self.text))
+
+    def rollback(self, count: int) -> None:
+        del self.text[len(self.text) - count :]
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        for taken, token in enumerate(tokens):
+            if not self.allows(token):
+                return taken
+            self.text.append(token)
+        return len(tokens)
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        bits = np.packbits([self.allows(token) for token in range(8 * size)], bitorder="little")
+        ctypes.memmove(address, bits.ctypes.data, size)
+
+    def is_error(self) -> bool:
+        return False
+
+
+GRAMMAR = Grammar(Remainders(), frozenset())
+
+
+def interpret_rows(vocab: int) -> None:
+    """Rows with a mask after drafts, rows before the first of a sequence, and sequences without a grammar."""
+    from qcompile.codegen.gpu.masks import masking
+    from qcompile.runtime.cuda.masks import DeviceMasks
+    from tests.support.gpu_machine import HostDriver, run_launches
+
+    driver: Any = HostDriver()
+    masks = DeviceMasks(driver, 64, vocab)
+    random = np.random.default_rng(vocab)
+    draft = [1, (7 + 1) % 3, ((7 + 1) % 3 * 7 + 2) % 3]
+    sequences, draws, wanted = [], [], []
+    for index in range(5):
+        known, after = index % 3, index % 4
+        state = GRAMMAR.start()
+        masked = index != 1
+        first = 10
+        draws.append(GREEDY._replace(first=first, masks=Masks(state, 4, draft[:after]) if masked else None))
+        tokens = [5] * (known + 1) + draft[:after]
+        sequences.append(Rows(tokens, first - known, (), known + 1 + after))
+        fresh = Remainders()
+        for row in range(known + 1 + after):
+            place = row - known
+            if place > 0:
+                assert fresh.try_consume_tokens([draft[place - 1]]) == 1
+            allowed = [fresh.allows(token) or not masked or place < 0 for token in range(vocab)]
+            wanted.append(np.array(allowed))
+    assert masks.want(sequences, draws) and masks.lacks_room
+    masks.grow()
+    assert not masks.lacks_room
+    masks.send()
+    logits = torch.from_numpy(random.standard_normal((len(wanted), vocab)).astype(np.float32))
+    logits[0, 0], logits[2, vocab - 1] = math.nan, math.inf
+    given = {"logits": logits.clone(), "masks": driver.at(masks.address, "*i32")}
+    run_launches(masking("head", vocab), {"masked": len(wanted), "outputs": len(wanted)}, given)
+    for row, allowed in enumerate(wanted):
+        kept = torch.from_numpy(allowed) | ~(logits[row] < math.inf)
+        want = torch.where(kept, logits[row], -math.inf)
+        assert torch.equal(given["logits"][row].view(torch.int32), want.view(torch.int32)), row
+    assert masks.want(sequences[:1], draws[:1]) and not masks.want(sequences[1:2], draws[1:2])
+    masks.free()
+    assert not driver.memory
+
+
+@pytest.mark.parametrize("vocab", [5, 33, 4096 + 40])
+def test_rows_interpreted(vocab: int) -> None:
+    interpreted(__name__, f"interpret_rows({vocab})")
+
+
+def interpret_engine(how: str) -> None:
+    """Requests with and without a grammar in one batch. Those without may have drafts."""
+    from tests.support.gpu_machine import PROMPTS, Machine, logits_asked
+
+    torch.manual_seed(0)
+    machine = Machine.drafted(decoder(**SMALL), how, pages=9)
+    common: dict[str, Any] = {"max_tokens": 4, "structured_outputs": {"regex": "a"}}
+    params = [
+        SamplingParams(temperature=0, **common),
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=1.5, top_k=5, seed=1, **common),
+        SamplingParams(temperature=0, repetition_penalty=1.4, logprobs=2, **common),
+        SamplingParams(temperature=0.8, seed=2, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0, prompt_logprobs=1, **common),
+    ]
+    asked = logits_asked()
+
+    def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
+        machine.let_kernels_choose(draws)
+        engine = machine.engine(gamma)
+        requests = [engine.add(PROMPTS[i], params[i], grammar=params[i].structure and GRAMMAR) for i in chosen]
+        found = machine.run(engine, requests)
+        reports = [(request.output.logprobs, request.prompt_report.logprobs) for request in requests]
+        return list(zip(found, reports, strict=True))
+
+    by_host = generate(False, 0)
+    for one, (tokens, _) in zip(params, by_host, strict=True):
+        fits = Remainders().try_consume_tokens(tokens) == len(tokens)
+        assert fits if one.structure else not fits
+    asked.clear()
+    assert generate(True, 0) == by_host
+    assert not any(asked)
+    assert generate(True, 0, range(3, 4)) == by_host[3:4]
+    assert generate(True, 3) == by_host
+    assert generate(True, 3, range(0, 1)) == by_host[:1]
+
+
+@pytest.mark.parametrize("how", ["shared", "lookup"])
+def test_an_engine_with_masks_interpreted(how: str) -> None:
+    interpreted(__name__, f"interpret_engine('{how}')")
+
+
+def test_the_kernel_compiles() -> None:
+    needs_triton()
+    from qcompile.codegen.gpu.compile import compile_kernel
+    from qcompile.codegen.gpu.masks import mask_kernel
+
+    for capability in (80, 90):
+        assert compile_kernel(mask_kernel(151936), capability).spill_bytes == 0
+    assert mask_words(33) == 2
