@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -243,7 +244,8 @@ def splits() -> list[Row]:
 
 # ---- models ------------------------------------------------------------------------------------------
 
-VOCAB, LENGTH = 512, 150
+VOCAB, LENGTH = 512, 1100
+"""More positions than a split has."""
 MODELS = {"bf16 kv16": 0.02, "w8a8 kv16": 0.04, "bf16 kv8": 0.03, "bf16 kv4": 0.1}
 """Largest relative error of logits by recipe and cache: values are rounded to bf16, or to codes."""
 SIZES: Row = {"hidden": 256, "heads": 16, "plain": 128, "turned": 64, "narrow": 128, "rank": 512}
@@ -253,6 +255,7 @@ def examine(case: str, folder: Path) -> Row:
     """A model's error, and its bits in pieces."""
     recipe, format = case.split()
     graph = latent(vocab=VOCAB, **SIZES)
+    graph.info = replace(graph.info, max_position=2 * LENGTH)
     ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(5))
     wanted = graph.run(ids, torch.arange(LENGTH).expand(2, -1).contiguous())
     artifact = folder / case.replace(" ", "-")

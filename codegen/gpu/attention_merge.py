@@ -15,6 +15,8 @@ from qcompile.targets import has_pdl
 
 PART_FEATURES = 128
 """Features of a program that merges many splits: a warp loads them at once."""
+MANY = 32
+"""Splits that such a program loads at a time."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,6 @@ class MergeSpec(VisibleKeys):
             dim_block=power_of_two(self.kv.value_dim),
             sinks=self.sinks and self.final,
             log2_e=math.log2(math.e),
-            batch=8 if self.batched and not self.many else GROUP_SPLITS,
+            batch=MANY if self.many else 8 if self.batched else GROUP_SPLITS,
         )
         return Kernel(name, source, tuple(arguments), warps, 1, pdl, fusion=False)

@@ -10,8 +10,9 @@ from qcompile.codegen.gpu.attention_latent import LatentSpec, shape_for
 from qcompile.codegen.gpu.attention_merge import MergeSpec
 from qcompile.codegen.gpu.attention_splits import MOST_QUERIES
 from qcompile.codegen.gpu.context import PlanContext, single_launch
+from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.launches import Launch, Variant
-from qcompile.codegen.gpu.operands import Grid, GridSize, Operands
+from qcompile.codegen.gpu.operands import Grid, GridSize, Operands, Size
 from qcompile.errors import UnsupportedError
 
 ALL_SPLITS = 1 << 20
@@ -43,11 +44,15 @@ def latent_attention(context: PlanContext, c: Attention, args: Operands, of_prom
     for work in ("near", "far"):
         kernel = whole.kernel(context.capability)
         yield single_launch(f"{c.name}.{work}", work, kernel, grid, args | of_prompts)
-    variants = []
-    for queries in range(1, MOST_QUERIES + 1):
-        grid = (-(-queries * c.heads // spec.rows), GridSize("decoding"), GridSize("slots"))
-        variants.append(Variant(spec.kernel(context.capability), grid, args, queries))
-    yield Launch(c.name, "coarse", tuple(variants))
+    programs = [-(-queries * c.heads // spec.rows) for queries in range(1, MOST_QUERIES + 1)]
+
+    def by_queries(kernel: Kernel, splits: Size) -> tuple[Variant, ...]:
+        grids: list[Grid] = [(each, GridSize("decoding"), splits) for each in programs]
+        return tuple(Variant(kernel, grid, args, queries) for queries, grid in enumerate(grids, 1))
+
+    yield Launch(c.name, "coarse", by_queries(spec.kernel(context.capability), GridSize("slots")))
+    if spec.warp_specialized:
+        yield Launch(f"{c.name}.ordered", "ordered", by_queries(whole.kernel(context.capability), 1))
     merge = MergeSpec(
         spec.kv,
         c.heads,

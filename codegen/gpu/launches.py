@@ -14,6 +14,7 @@ and grid sizes. Counts of a step:
     near, far                   one of them is not 0 if there are prompts: `near` is `prompt_queries`, or `far` is their
                                 rows if they have several splits behind them
     merged, groups              splits of `decoding` to merge, and groups of splits if there are several
+    ordered                     rows of decoding sequences instead of `coarse` and `merged`, where programs sum in order
     fine_merged, fine_groups    these instead if programs take leaves
     splits                      splits of the longest context of `decoding`
     slots                       partial results per token and head of `decoding`: splits, leaves, or 0
@@ -125,6 +126,14 @@ class LaunchPlan:
         """How decode attention is divided into programs on the target."""
         return SplitLimits(most_heads(self.kvs), self.target.multiprocessors)
 
+    @property
+    def ordered_programs(self) -> list[int]:
+        """Programs a sequence, by its rows less one, of decode attention in order; none if not all layers have that."""
+        ordered, coarse = ([x for x in self.launches if x.by == by] for by in ("ordered", "coarse"))
+        sizes = [[variant.grid[0] for variant in launch.variants] for launch in ordered]
+        every = zip(*sizes, strict=True) if len(ordered) == len(coarse) else ()
+        return [max(size for size in each if isinstance(size, int)) for each in every]
+
     @cached_property
     def _variants(self) -> tuple[Variant, ...]:
         every = (self.launches, self.feedback, self.follow, self.rounds, self.lookup)
@@ -161,6 +170,8 @@ class LaunchPlan:
             "split": self.split,
             "most_rows": MOST_ROWS,
             **self.limits.facts,
+            "multiprocessors": self.target.multiprocessors,
+            "ordered_programs": self.ordered_programs,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": [kv.heads * kv.block_bytes for kv in self.kvs[: program.kv.layers]],
             "slot_bytes": self.slot_bytes,

@@ -12,12 +12,13 @@ MIN_PAGES = 8
 
 class AttentionWork(NamedTuple):
     """What attention has to do for sequences that are next to each other in a step: at most `splits` splits of
-    positions and `queries` rows a sequence."""
+    positions and `queries` rows a sequence. `even`: most contexts are nearly as long as the longest."""
 
     splits: int = 0
     tokens: int = 0
     sequences: int = 0
     queries: int = 0
+    even: bool = False
 
 
 def attention_work(
@@ -31,15 +32,16 @@ def attention_work(
     decoding = next((i for i, count in enumerate(lengths) if count > plan["most_queries"]), len(lengths))
 
     def work(part: slice) -> AttentionWork:
-        some = lengths[part]
-        return AttentionWork(splits(max(pages[part])), sum(some), len(some), max(some)) if some else AttentionWork()
+        some, most = lengths[part], max(pages[part], default=0)
+        even = 4 * sum(pages[part]) >= 3 * most * len(some)
+        return AttentionWork(splits(most), sum(some), len(some), max(some), even) if some else AttentionWork()
 
     return work(slice(decoding)), work(slice(decoding, None))
 
 
 def attention_counts(plan: Mapping[str, Any], decoding: AttentionWork, prompts: AttentionWork) -> Counts:
     """The counts of attention's launches."""
-    splits = decoding.splits
+    splits, ordered = decoding.splits, _ordered(plan, decoding)
     fine = 0 < splits * decoding.sequences <= plan["fine_splits"]
     far = prompts.splits > plan["near_splits"]
     # Several sequences read their rings at once, which kernels that pipeline those loads take better.
@@ -52,10 +54,11 @@ def attention_counts(plan: Mapping[str, Any], decoding: AttentionWork, prompts: 
     return {
         "few": decoding.queries if few else 0,
         "fine": decoding.queries if fine and not few else 0,
-        "coarse": 0 if fine else decoding.queries,
+        "ordered": decoding.queries if ordered else 0,
+        "coarse": 0 if fine or ordered else decoding.queries,
         "near": 0 if far else prompts.queries,
         "far": prompts.tokens if far else 0,
-        "merged": 0 if fine else splits,
+        "merged": 0 if fine or ordered else splits,
         "groups": 0 if fine else groups,
         "fine_merged": splits if fine else 0,
         "fine_groups": groups if fine else 0,
@@ -70,6 +73,18 @@ def attention_counts(plan: Mapping[str, Any], decoding: AttentionWork, prompts: 
         "slots": slots,
         "shares": shares,
     }
+
+
+def _ordered(plan: Mapping[str, Any], work: AttentionWork) -> bool:
+    """Whether programs that sum all positions of their rows are faster than those of splits, whose sums are merged.
+
+    They are if they keep nearly all multiprocessors busy to the end. Plans without such programs list none.
+    """
+    if not plan.get("ordered_programs") or not work.queries:
+        return False
+    programs = plan["ordered_programs"][work.queries - 1] * work.sequences
+    room = -(-programs // plan["multiprocessors"]) * plan["multiprocessors"]
+    return work.splits == 1 or (work.even and 4 * room <= 5 * programs)
 
 
 def active_launches(launches: list[dict[str, Any]], counts: Counts) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from qcompile.codegen.gpu.append import AppendSpec
 from qcompile.codegen.gpu.attention_latent import LatentSpec, shape_for
+from qcompile.codegen.gpu.attention_merge import MergeSpec
 from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.kv_pages import GpuKV
+from qcompile.codegen.gpu.latent_launches import ALL_SPLITS
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.router import BlocksSpec, EverySpec
 from qcompile.errors import UnsupportedError
@@ -96,6 +98,31 @@ def interpret_every_expert() -> None:
 
 def test_every_expert_interpreted() -> None:
     interpreted(__name__, "interpret_every_expert()")
+
+
+def interpret_merge() -> None:
+    """Many splits, more than are loaded at a time, by programs of a part of the features; unwritten ones are NaN."""
+    import triton.runtime  # noqa: F401  (chooses the interpreter)
+
+    from qcompile.codegen.gpu import compile as gpu_compile
+
+    torch.manual_seed(1)
+    kv, heads, splits = GpuKV("kv16", 1, 320, leaves=1, value=(64, 320)), 2, 38
+    spec = MergeSpec(kv, heads, split=8, most_splits=ALL_SPLITS)
+    assert spec.dim_parts == 2
+    positions = torch.tensor([300, 5, 263], dtype=torch.int32)
+    parts, out = torch.randn(3, heads, splits, 256), torch.full((3, heads, 256), math.nan)
+    stats = torch.stack((torch.randint(-5, 5, (3, heads, splits)).float(), 1 + torch.rand(3, heads, splits)), -1)
+    for token, last in enumerate((positions // 8).tolist()):
+        parts[token, :, last + 1 :] = stats[token, :, last + 1 :] = math.nan
+    gpu_compile.load(spec.kernel(80))[(3, spec.programs, 1)](parts, stats, out, positions, splits)
+    weight = torch.exp2(stats[..., 0].nan_to_num(-99)).double()
+    wanted = (parts.nan_to_num() * weight[..., None]).sum(2) / (stats[..., 1].nan_to_num() * weight).sum(2)[..., None]
+    assert ((out - wanted).norm() / wanted.norm()).item() < 1e-6  # sums of 38 float32 numbers
+
+
+def test_merges_of_many_splits_interpreted() -> None:
+    interpreted(__name__, "interpret_merge()")
 
 
 # ---- warp groups (support/gluon_machine.py) ----------------------------------------------------------
@@ -201,6 +228,17 @@ def test_a_row_of_warp_groups_has_its_bits_alone() -> None:
     alone.q, alone.positions = steps.q[2:3].contiguous(), steps.positions[2:3].contiguous()
     alone.counts, alone.start = [1], torch.tensor([0, 1], dtype=torch.int32)
     assert torch.equal(alone.run(replace(steps.spec, cut="whole"))["out"][0], together[2])
+
+
+def test_decoding_in_order_is_planned_if_every_layer_has_it() -> None:
+    program = lowered("bf16", "kv16", rank=128, turned=64)[1]
+    plan = make_plan(program, TARGETS["h200"])
+    assert plan.ordered_programs == [-(-8 * queries // 64) for queries in range(1, 17)]
+    [coarse], [ordered] = ([x for x in plan.launches if x.by == by] for by in ("coarse", "ordered"))
+    for variant in ordered.variants:
+        assert variant.code and {argument.name for argument in variant.code.arguments} <= set(variant.args)
+    assert not replace(plan, launches=(*plan.launches, coarse)).ordered_programs
+    assert not make_plan(program, TARGETS["a100"]).ordered_programs
 
 
 def test_what_warp_groups_do_not_take() -> None:

@@ -50,7 +50,23 @@ def test_sequences_that_decode_have_kernels_of_their_own_beside_prompts() -> Non
     assert found["decoding_tokens"] == 17 and found["prompt_tokens"] == 20
     assert found["other_tokens"] == 37 and found["decode_tokens"] == 0
     assert attention_work(ATTENTION, [1, 5], [9, 2], abs) == (AttentionWork(9, 6, 2, 5), AttentionWork())
-    assert attention_work(ATTENTION, [20], [9], abs) == (AttentionWork(), AttentionWork(9, 20, 1, 20))
+    assert attention_work(ATTENTION, [20], [9], abs) == (AttentionWork(), AttentionWork(9, 20, 1, 20, True))
+
+
+def test_programs_that_sum_in_order_keep_all_multiprocessors_busy() -> None:
+    def ordered(splits: int, sequences: int, queries: int = 1, even: bool = True) -> bool:
+        plan = {"ordered_programs": [2, 4, 6], "multiprocessors": 132, "fine_splits": 0}
+        work = AttentionWork(splits, sequences * queries, sequences, queries, even)
+        found = attention_counts(ATTENTION | plan, work, AttentionWork())
+        assert (found["ordered"], found["coarse"]) in ((queries, 0), (0, queries))
+        assert found["merged"] == (0 if found["ordered"] else splits)
+        return bool(found["ordered"])
+
+    assert ordered(64, 64) and ordered(64, 32, 2) and ordered(1, 1) and ordered(1, 3, even=False)
+    assert not ordered(64, 64, even=False) and not ordered(2, 1) and not ordered(64, 52) and not ordered(64, 67)
+    assert ordered(64, 128) and not decoding_counts(64, 64, 64, 1)["ordered"]
+    assert attention_work(ATTENTION, [1, 1], [40, 20], abs)[0].even
+    assert not attention_work(ATTENTION, [1, 1], [41, 20], abs)[0].even
 
 
 def test_grids_are_for_eighths_of_a_power_of_two() -> None:
