@@ -30,6 +30,8 @@ from qcompile.codegen.gpu.gemm.tiles import choose_batch_invariant
 
 FORMATS = {"bf16": False, "w4_asym_g128": False, "mxfp4": False, "w4_asym_g128_int8": True, "nested_8_4": True}
 """Formats whose sums are floats, and whether activations have scales in groups of 128."""
+INTEGERS = dict.fromkeys(("qoq_g128", "qoq_channel", "w8_sym_channel"), False)
+"""The same for formats whose sums are integers, which have tiles of 256 tokens."""
 SHAPES = ((6144, 4096), (4096, 4096), (4096, 11008), (14336, 4096), (22016, 2048))
 EPILOGUES: dict[str, dict[str, Any]] = {
     "plain": {"out": "bf16"},
@@ -37,7 +39,7 @@ EPILOGUES: dict[str, dict[str, Any]] = {
     "bias": {"bias": True, "out": "f32"},
     "gated": {"gated": "silu", "out": "f32"},
 }
-ROWS = (64, 129, 256, 300, 512)
+ROWS = (64, 129, 256, 300, 512, 2051, 8192)
 
 
 def spec_of(format: str, n: int, k: int, epilogue: str, rows: int) -> KernelSpec:
@@ -45,7 +47,8 @@ def spec_of(format: str, n: int, k: int, epilogue: str, rows: int) -> KernelSpec
     more = dict(EPILOGUES[epilogue])
     if "gated" in more:
         more["width"] = n // 2
-    return KernelSpec(format, n, k, choose_batch_invariant(format, n, k, rows), x_groups=FORMATS[format], **more)
+    groups = (FORMATS | INTEGERS)[format]
+    return KernelSpec(format, n, k, choose_batch_invariant(format, n, k, rows), x_groups=groups, **more)
 
 
 def compare(problem: Problem, epilogue: str) -> dict[int, int]:
@@ -70,13 +73,13 @@ def compare(problem: Problem, epilogue: str) -> dict[int, int]:
 def main() -> None:
     gpu_common.ROTATED_BYTES = 0  # One copy of a weight does.
     named = [a.split("=", 1)[1].split(",") for a in sys.argv[1:] if a.startswith("--formats=")]
-    cases = list(itertools.product(named[0] if named else FORMATS, SHAPES))
+    cases = list(itertools.product(named[0] if named else FORMATS | INTEGERS, SHAPES))
     every = {spec_of(f, n, k, e, m) for f, (n, k) in cases for e in EPILOGUES for m in (DECODE_TOKENS, *ROWS)}
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, every))
     results: dict[str, Any] = {**facts(), "rows": ROWS, "differ": []}
     for format, (n, k) in cases:
-        problem = Problem(format, n, k, FORMATS[format])
+        problem = Problem(format, n, k, (FORMATS | INTEGERS)[format])
         for epilogue in EPILOGUES:
             row = {"format": format, "N": n, "K": k, "epilogue": epilogue, "differ": compare(problem, epilogue)}
             results["differ"].append(row)

@@ -1,10 +1,11 @@
 """Tile selection for a GEMM weight, by target, format, class of M and shape.
 
-The tuned tiles are a data file (tile_table.py), measured on an H200. Those of bf16 and of serial_k with a large M were
-measured on an H100, and are stated here. Other NVIDIA targets use the same tiles, with split_k by their number of
-multiprocessors, stages by their shared memory, and no programmatic dependent launch before sm_90. Where a tile that
-overlaps unpacking with the tensor cores does not divide the weight, and on every target that is not sm_90,
-`without_unpack_k` replaces it. If accumulators are floats, the choice depends on the class of M, never on M itself.
+The tuned tiles are a data file (tile_table.py), measured on an H200, those of 256 tokens on an H100. Those of bf16 and
+of serial_k with a large M were measured on an H100, and are stated here. Other NVIDIA targets use the same tiles, with
+split_k by their number of multiprocessors, stages by their shared memory, and no programmatic dependent launch before
+sm_90. Where a tile that overlaps unpacking with the tensor cores does not divide the weight, and on every target that
+is not sm_90, `without_unpack_k` replaces it. If accumulators are floats, the choice depends on the class of M, never on
+M itself.
 
 docs/gpu_kernels.md lists what else was tried.
 """
@@ -62,6 +63,13 @@ def _tuned_classes(format: str) -> list[int]:
     return sorted({of.most_tokens for of in TUNED.tiles if of.format in TUNED.sources(format)})
 
 
+def _last_class(format: str, gpu: Target) -> int:
+    """The tuned class for any M. Where all of its tiles need wgmma, a GPU without takes the class before if it can."""
+    classes = _tuned_classes(format)
+    plain = {of.most_tokens for of, tile in TUNED.tiles.items() if of.format == format and not tile.unpack_k}
+    return classes[-1] if gpu.has_wgmma or plain.isdisjoint(classes[-2:]) else max(plain.intersection(classes[-2:]))
+
+
 def choose(format: str, n: int, k: int, tokens: int, gpu: Target = TUNED_ON) -> Tile:
     """The tile for a weight [n, k] in `format` and M = `tokens`: that of the nearest tuned shape that divides it.
 
@@ -77,7 +85,7 @@ def choose(format: str, n: int, k: int, tokens: int, gpu: Target = TUNED_ON) -> 
 def _nearest_tuned(format: str, n: int, k: int, tokens: int, gpu: Target) -> Tile:
     """The tile of the tuned class that `tokens` falls into; the class of WS_MIN_TOKENS was not tuned by itself."""
     most = next((each for each in token_classes(format) if tokens <= each), None)
-    most = DECODE_TOKENS if most == WS_MIN_TOKENS else most or _tuned_classes(format)[-1]
+    most = DECODE_TOKENS if most == WS_MIN_TOKENS else most or _last_class(format, gpu)
     source = next(each for each in TUNED.sources(format) if any(of[:2] == (each, most) for of in TUNED.tiles))
     for shape, tuned in TUNED.by_distance(source, most, n, k):
         candidates = (tuned, without_unpack_k(format, tuned))
@@ -103,6 +111,8 @@ def _fill_multiprocessors(format: str, n: int, k: int, tile: Tile, most: int, gp
         return tile
     while n // tile.rows * tile.split_k * max(1, most // tile.tokens) < busy:
         more = replace(tile, rows=64, warps=4) if tile.rows > 64 else replace(tile, split_k=2 * tile.split_k)
+        if tile.tokens > 128:
+            more = replace(tile, tokens=128, persistent=False)
         fitted = fit_tile(format, n, k, more, gpu)
         too_many = more.split_k > MAX_SPLIT_K[integers]
         if fitted is None or too_many or k < more.split_k * MIN_SPLIT_INPUTS:

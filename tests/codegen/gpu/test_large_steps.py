@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from qcompile import pipeline
+from qcompile.codegen.gpu.gemm.render import compile_for
+from qcompile.codegen.gpu.gemm.spec import KernelSpec
+from qcompile.codegen.gpu.gemm.tiles import choose
 from qcompile.codegen.gpu.launches import MOST_OUTPUTS, MOST_ROWS
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.runtime.step import Rows
 from qcompile.targets import TARGETS
 from tests.support.graphs import decoder
-from tests.support.interpreted import interpreted
+from tests.support.interpreted import interpreted, needs_triton
 
 SMALL: dict[str, Any] = {"vocab": 40, "hidden": 128, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": 128, "layers": 1}
 LONG = 520
@@ -58,3 +61,27 @@ def test_memory_of_a_plan_is_for_the_steps_that_are_run(recipe: str, target: str
         if launch.by in ("tokens", "outputs", "prompt_tokens"):
             assert launch.variants[-1].most == 0 and launch.variants[-1].code, launch.name
     assert plan.follow[0].variants[-1].most == MOST_ROWS
+
+
+@pytest.mark.parametrize("format", ["qoq_g128", "w8_sym_channel"])
+def test_tiles_of_large_steps(format: str) -> None:
+    """Of 256 tokens on sm_90, unless they would be too few; other GPUs keep what they have for 512 rows."""
+    large = 1 << 20
+    for n, k in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)):
+        tile = choose(format, n, k, large, TARGETS["h100"])
+        assert tile.tokens == 256 and tile.warp_specialized
+        assert choose(format, n, k, 512, TARGETS["h100"]).tokens == 128
+        for target in ("a100", "l40s", "b200"):
+            most, few = (choose(format, n, k, rows, TARGETS[target]) for rows in (large, 512))
+            assert (most.tokens, most.rows, most.warps) == (few.tokens, few.rows, few.warps) and not most.unpack_k
+    for n in (512, 1024, 2048):
+        assert choose(format, n, 4096, large, TARGETS["h100"]).tokens == 128
+
+
+@pytest.mark.parametrize(("format", "n", "k"), [("qoq_g128", 4096, 4096), ("w8_sym_channel", 4096, 14336)])
+def test_shared_memory_holds_the_stages_of_large_tiles_and_their_epilogue(format: str, n: int, k: int) -> None:
+    needs_triton()
+    tile = choose(format, n, k, 1 << 20, TARGETS["h100"])
+    compiled = compile_for(KernelSpec(format, n, k, tile, residual=True, out="f32"), 90)
+    assert tile.stages >= 4 and compiled.shared_bytes <= TARGETS["h100"].shared_bytes
+    assert compiled.spill_bytes <= 64 and any("m64n128k32" in one for one in compiled.matrix)
