@@ -288,4 +288,32 @@ GPU_MUTATIONS = (
         "repeated=0",
         f"{GPU_STATE_ROUNDS} -k certain_inputs",
     ),
+    Mutation(
+        "decode attention sums in order whatever the contexts",
+        "runtime/cuda/counts.py",
+        "work.even and 4 * room",
+        "4 * room",
+        "tests/runtime/cuda/test_counts.py -k in_order",
+    ),
+    Mutation(
+        "a warp group sums values of positions that are not written",
+        "codegen/gpu/templates/attention_latent_warp_specialized.py.jinja",
+        "ks.index(stage * 2), block + item, mask=written",
+        "ks.index(stage * 2), block + item",
+        "tests/codegen/gpu/test_latent.py -k warp_groups_over",
+    ),
+    Mutation(
+        "a warp group does not rescale its sums to a higher maximum",
+        "codegen/gpu/templates/attention_latent_warp_specialized.py.jinja",
+        "acc = acc * fs.index(0).load(tl.SliceLayout(1, SUMS))[:, None]",
+        "acc = acc * 1.0",
+        "tests/codegen/gpu/test_latent.py -k warp_groups_over",
+    ),
+    Mutation(
+        "programs that divide a head's features merge the same ones",
+        "codegen/gpu/templates/merge.py.jinja",
+        "(spec.dim_parts, width) if",
+        "(1, width) if",
+        "tests/codegen/gpu/test_latent.py -k merges_of_many",
+    ),
 )
