@@ -34,6 +34,7 @@ from qcompile.pipeline import backend_of
 from qcompile.runtime.cuda.driver import driver
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.speculate import CudaSpeculator
+from qcompile.runtime.options import STEP_TOKENS
 from qcompile.runtime.speculation.stages import DraftStage
 from qcompile.runtime.step import Limits, Rows
 
@@ -173,7 +174,7 @@ class Opened:
         torch.cuda.empty_cache()
 
 
-def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192, rows: int = 512) -> Opened:
+def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192, rows: int = STEP_TOKENS["cuda"]) -> Opened:
     """`recipe` for the checkpoint, with pages for so many `tokens` in sequences of at most `context`."""
     machine = targets.get_target(this_target())
     started = time.perf_counter()

@@ -68,7 +68,7 @@ class CudaExecutor:
         self._turn = 0
         self._waits: dict[int, Callable[[], list[int]]] = {}  # by turn, for the tokens of what `start` has queued
         self._sampling: DeviceSampling | None = None
-        self._masks = DeviceMasks(driver, self.memory.rows, limits.vocab)
+        self._masks = DeviceMasks(driver, self.memory.outputs, limits.vocab)
         self._modules: list[ctypes.c_void_p] = []
         self._closed = False
         try:
