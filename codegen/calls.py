@@ -321,13 +321,14 @@ class Route(Call):
 
     softmax: over the columns. top_k: int32 indices of the largest columns, as many as out has. pick: x, or the weight
     `table` if x is None, at the indices in buffer `index`. near_share: the operator, of indices and `tolerance`.
+    bound_choice: int32 indices of buffer `index`, of `width` - 1 at most; x is None.
     normalize: x / max(sum of x + `eps`, `floor`). limit_groups: minus infinity outside the `keep` best of `groups`
     groups of columns, ranked by the sum of their `count` largest.
     """
 
     kernel: ClassVar[str] = "route"
     read_fields: ClassVar[tuple[str, ...]] = ("x", "index")
-    kind: Literal["softmax", "top_k", "pick", "near_share", "normalize", "limit_groups"]
+    kind: Literal["softmax", "top_k", "pick", "near_share", "bound_choice", "normalize", "limit_groups"]
     x: str | None
     out: str
     width: int

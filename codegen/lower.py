@@ -334,7 +334,8 @@ def _binary(low: Lowering, node: fx.Node) -> Call:
 
 def _route(low: Lowering, node: fx.Node) -> Call:
     given, kind = ops.named(node), cast(Any, ops.name_of(node.target))
-    x, index, stored = given["x"], given.get("index"), low.graph.is_weight(given["x"])
+    x, index = given["x"], given.get("index")
+    stored = low.graph.is_weight(x)
     return Route(
         node.name,
         kind,
@@ -346,6 +347,11 @@ def _route(low: Lowering, node: fx.Node) -> Call:
         table=low.vector(x) if stored else None,
         **{name: given[name] for name in ("eps", "floor", "groups", "keep", "count", "tolerance") if name in given},
     )
+
+
+def _bound_choice(low: Lowering, node: fx.Node) -> Call:
+    index, last = low.buffer(ops.operand(node, "index")), ops.operand(node, "last")
+    return Route(node.name, "bound_choice", x=None, out=low.buffer(node), width=last + 1, index=index)
 
 
 def _every_expert(low: Lowering, node: fx.Node) -> Call:
@@ -421,6 +427,7 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "mean": _mean,
     "mix": _mix,
     **dict.fromkeys(("softmax", "top_k", "pick", "near_share", "normalize", "limit_groups"), _route),
+    "bound_choice": _bound_choice,
     "every_expert": _every_expert,
     "expert_gemm": _expert_gemm,
     "combine": _combine,

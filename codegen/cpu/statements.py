@@ -212,6 +212,9 @@ class Statements:
         return lines
 
     def _route(self, c: Route, _: int) -> list[str]:
+        if c.kind == "bound_choice":
+            kept = f"{ident(str(c.index))}, {self.program.buffer(c.out).width}"
+            return [f"bound_choice({self.mine(c.out)}, {kept}, {c.width - 1}, {ident(c.out)});"]
         if c.x is None:
             where = f"{self.mine(c.out)}, {self.weight(c.table)}, 0"
         else:

@@ -110,10 +110,10 @@ class RouteSpec:
         """The kernel's arguments in order."""
         arguments = []
         for number, step in enumerate(self.steps):
-            arguments += [Argument(f"x{number}", "*fp32")] * (step.x is None)
-            indexed = step.kind in ("pick", "near_share")
+            arguments += [Argument(f"x{number}", "*fp32")] * (step.x is None and step.kind != "bound_choice")
+            indexed = step.kind in ("pick", "near_share", "bound_choice")
             arguments += [Argument(f"index{number}", "*i32")] * (indexed and step.index is None)
-            kind = "*i32" if step.kind == "top_k" else "*fp32"
+            kind = "*i32" if step.kind in ("top_k", "bound_choice") else "*fp32"
             arguments += [Argument(f"out{number}", kind)] * (step.out_stride > 0)
         return tuple(arguments)
 

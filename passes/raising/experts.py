@@ -57,14 +57,17 @@ def chosen_weights(facts: Facts, build: Builder, node: fx.Node, a: Arguments) ->
     if len(a.indices) != 1 or not isinstance(facts.known.get(a.input_), Constant):
         return None
     index = facts.plain(a.indices[0])
-    if operator_of(index) != "top_k" or index is None:
+    if operator_of(index) not in ("top_k", "bound_choice") or index is None:
         return None
-    if len(facts.shape(a.input_)) == 1 and (choice := choice_of(index)) is not None:
+    if len(facts.shape(a.input_)) == 1 and (choice := choice_of(index, bounded=True)) is not None:
         return identity(build.call("pick", build.weight(a.input_), choice), index.dims, index.sizes)
-    chosen = choice_of(index)
+    chosen = choice_of(index, bounded=True)
     pairs = [(PAIRS,)] if index.count > 1 else [("BT",), ("B", "T")]
     if chosen is None or index.dims not in pairs:
         raise unsupported(node, "selects weights by another index than all chosen experts of each token, in order")
+    experts = a.input_.meta["val"].shape[0]
+    if ops.name_of(chosen.target) == "bound_choice" and ops.operand(chosen, "last") != experts - 1:
+        raise unsupported(node, "selects weights by an index that is bounded to other experts than they have")
     return Chosen(node, a.input_, chosen, index.dims)
 
 
@@ -118,6 +121,7 @@ def scale_slots(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Kn
         if y is None or w is None or len(y.dims) != len(w.dims):
             continue
         if y.dims == (PAIRS, "F") and w.dims == (PAIRS, "") and w.sizes == y.sizes[:1]:
+            y, w = _scaled_once(build, y, w, node)
             made = build.call("scale_slots", build.emit(y, y.sizes, node), build.emit(w, w.sizes, node))
             return identity(made, y.dims, y.sizes)
         y, w = values.without_units(y), values.without_units(w)
@@ -127,6 +131,16 @@ def scale_slots(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Kn
             made = build.call(name, build.emit(y, sizes, node), build.emit(w, (1,), node))
             return identity(made, y.dims, y.sizes)
     return None
+
+
+def _scaled_once(build: Builder, y: Value, w: Value, node: fx.Node) -> tuple[Value, Value]:
+    """`y` and its weights `w`; if `y` has weights already, what these multiply, and the product of all weights."""
+    base: Any = y.base
+    whole = np.array_equal(y.terms["index"].ravel(), np.arange(y.count)) and (y.terms["coef"] == 1).all()
+    if operator_of(y) != "scale_slots" or not whole or feature_sizes(base) != y.sizes:
+        return y, w
+    factors = build.call("mul", ops.operand(base, "factor"), build.emit(w, w.sizes, node))
+    return identity(ops.operand(base, "y"), y.dims, y.sizes), identity(factors, w.dims, w.sizes)
 
 
 def sum_slots(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:

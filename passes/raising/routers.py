@@ -110,19 +110,26 @@ def _is_positive(value: Value | None) -> bool:
 
 
 def clamp_choice(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
-    """Indices of a choice, bounded to the number of experts, which changes none of them."""
+    """Indices of a choice, bounded to the number of experts, which changes none of them, or to fewer."""
     low, high = getattr(a, "min", None), getattr(a, "max", None)
     value = facts.plain(a.input_)
     chosen = choice_of(value)
     if chosen is None or not all(isinstance(bound, int) or bound is None for bound in (low, high)):
         return None
     experts = feature_sizes(ops.operand(chosen, "x"))[0]
-    return value if (low or 0) <= 0 and (high is None or high >= experts - 1) else None
+    if (low or 0) > 0 or (isinstance(high, int) and high < 0):
+        return None
+    if high is None or high >= experts - 1:
+        return value
+    assert value is not None
+    return Value(build.call("bound_choice", chosen, high), value.dims, value.terms)
 
 
-def choice_of(value: Value | None) -> fx.Node | None:
-    """The top_k of which `value` is all slots in their order; else None."""
-    if value is None or value.base is None or operator_of(value) != "top_k" or (value.terms["coef"] != 1).any():
+def choice_of(value: Value | None, bounded: bool = False) -> fx.Node | None:
+    """The top_k, or bound_choice if `bounded`, of which `value` is all slots in their order; else None."""
+    if value is None or value.base is None or (value.terms["coef"] != 1).any():
+        return None
+    if operator_of(value) != "top_k" and not (bounded and operator_of(value) == "bound_choice"):
         return None
     whole = np.array_equal(value.terms["index"].ravel(), np.arange(feature_sizes(value.base)[0]))
     return value.base if whole else None

@@ -4,11 +4,14 @@ Such a loop asks which tokens chose an expert, computes them with the expert's w
 tokens. Its length depends on values, which no trace can have. While `ExpertLoops` is active, the loop runs once, for
 all pairs together: a weight of "the expert" becomes the weights of each pair's expert. This computes the same if
 each row of the loop's results depends on the row's token alone, so any operator that might mix rows is refused.
+
+A loop that asks for the number of its expert runs for all of them (numbered_experts.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from qcompile.checkpoints.numbered_experts import ASKS, ExpertChoice, NumberedLoop, SomeRows
 from qcompile.errors import UnsupportedError
 
 ROWWISE = {
@@ -33,24 +37,28 @@ PRODUCTS = {"linear", "matmul", "__matmul__", "mm"}
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """The choice `index` [N, k] of an expert of `experts`, from which masks are made."""
-
-    index: Tensor
-    experts: int
-
-
-@dataclass(frozen=True)
 class _Known:
     """What a tensor means: `kind` (see ExpertLoops), and the choice behind it.
 
-    Of a weight, `source` has the weights of all experts, and `transposed` says whether the loop has transposed it.
+    Of a weight, `source` has the weights of all experts, and `transposed` says whether the loop has transposed it. Of
+    rows, `source` are those of their tokens if they are still the same, times `scale` [P, 1] if that is given.
     """
 
     kind: str
-    choice: _Choice
+    choice: ExpertChoice
     source: Tensor | None = None
     transposed: bool = False
+    scale: Tensor | None = None
+
+
+class _Experts:
+    """What a loop over experts goes through: `each` in turn."""
+
+    def __init__(self, each: Iterator[Tensor]) -> None:
+        self._each = each
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self._each
 
 
 class ExpertLoops(TorchFunctionMode):
@@ -66,12 +74,31 @@ class ExpertLoops(TorchFunctionMode):
         self._known: dict[int, tuple[Tensor, _Known]] = {}
         self._replaced: dict[int, tuple[Tensor, Tensor]] = {}
         self._zeros: dict[int, Tensor] = {}
+        self._loop: NumberedLoop | None = None
+        self._ended: NumberedLoop | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            self._add_up(ended)
         if self._replaced:
             args, kwargs = tree_map(self._current, (args, kwargs))
-        name = getattr(func, "__name__", "")
+        name, loop = getattr(func, "__name__", ""), self._loop
+        if loop is not None and loop.left:
+            raise UnsupportedError("a loop over experts ends before it has run for all of them")
+        if loop is not None and name in ASKS and (known := self._of(args[0])) and known.kind == "expert":
+            return loop.ask()
+        if loop is not None and loop.asked:
+            return loop.step(func, name, args, kwargs, lambda: self._run(func, name, args, kwargs))
+        return self._run(func, name, args, kwargs)
+
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """The result of a function."""
+        if self._loop is not None and name == "__getitem__" and self._loop.is_number(args[1]):
+            found = self._of_number(self._loop.choice, args[0])
+            if found is not None:
+                return found
         if name == "one_hot" and len(args) + len(kwargs) == 2:
             return self._one_hot(func, args, kwargs)
         given = (
@@ -94,13 +121,16 @@ class ExpertLoops(TorchFunctionMode):
     def _of(self, item: Any) -> _Known | None:
         return self._known[id(item)][1] if isinstance(item, Tensor) and id(item) in self._known else None
 
-    def _note(self, result: Tensor, kind: str, choice: _Choice) -> Tensor:
+    def _note(self, result: Tensor, kind: str, choice: ExpertChoice) -> Tensor:
         self._known[id(result)] = result, _Known(kind, choice)
         return result
 
-    def _weights(self, source: Tensor, choice: _Choice, transposed: bool = False) -> Tensor:
+    def _weights(self, source: Tensor, choice: ExpertChoice, transposed: bool = False) -> Tensor:
         """The weights [P, ...] of the pairs' experts, noted as transposed or not: products do that."""
-        made = source[choice.index.reshape(-1)]
+        index = choice.index.reshape(-1)
+        if self._loop is not None and self._loop.asked and source.shape[0] < choice.experts:
+            index = index.clamp(max=source.shape[0] - 1)  # pairs of experts without weights: their rows are left out
+        made = source[index]
         self._known[id(made)] = made, _Known("weight", choice, source, transposed)
         return made
 
@@ -110,7 +140,7 @@ class ExpertLoops(TorchFunctionMode):
         result: Tensor = func(*args, **kwargs)
         index, experts = args[0], kwargs.get("num_classes", args[-1])
         if index.dim() == 2 and isinstance(experts, int) and isinstance(index.shape[1], int):
-            self._note(result, "mask", _Choice(index, experts))
+            self._note(result, "mask", ExpertChoice(index, experts))
         return result
 
     def _inside(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -123,6 +153,10 @@ class ExpertLoops(TorchFunctionMode):
         if name == "__getitem__" and (item := self._item(args[0], args[1], first)) is not None:
             return item
         known = first or next(k for item in tree_flatten((args, kwargs))[0] if (k := self._of(item)))
+        if known.kind == "own" and name == "squeeze" and args[1:] == (0,) and args[0].shape[0] > 1:
+            return args[0]
+        if known.kind == "token" and name == "numel":
+            return SomeRows()
         if name == "where" and len(args) == 1 and known.kind == "own":
             slots = known.choice.index.shape[1]
             pairs = torch.arange(known.choice.index.numel())
@@ -153,8 +187,51 @@ class ExpertLoops(TorchFunctionMode):
         if (kind, name) == ("over none", "nonzero"):
             return self._note(torch.zeros(1, 1, dtype=torch.int64), "hits", choice)
         if (kind, name) == ("hits", "unbind"):
-            return [self._note(one, "expert", choice) for one in func(*args, **kwargs)]
+            (hit,) = func(*args, **kwargs)
+            return _Experts(self._each(self._note(hit, "expert", choice), choice))
         return None
+
+    def _each(self, expert: Tensor, choice: ExpertChoice) -> Iterator[Tensor]:
+        """The loop's variable: once, or for each number if the loop asks for it."""
+        self._loop = loop = NumberedLoop(choice)
+        for _ in loop.numbers():
+            try:
+                yield expert
+            except GeneratorExit:
+                loop.left = True
+                raise
+        self._loop = None
+        self._ended = loop if loop.asked else None
+
+    def _add_up(self, loop: NumberedLoop) -> None:
+        """The sums of a loop that differs between experts: of each pair, the rows that its expert has computed."""
+        choice = loop.choice
+        slots = choice.index.shape[1]
+        totals: dict[int, tuple[Tensor, Tensor]] = {}
+        for experts, sums in loop.outcomes():
+            own = torch.tensor([float(expert in experts) for expert in range(choice.experts)])
+            mask = own[choice.index.reshape(-1)][:, None]
+            for target, rows in sums:
+                known = self._known[id(rows)][1]
+                if known.source is not None:
+                    scale = mask if known.scale is None else known.scale * mask
+                    total = known.source * scale.view(-1, slots).sum(1, keepdim=True)
+                else:
+                    total = (rows * mask).view(-1, slots, rows.shape[-1]).sum(1)
+                before = totals.get(id(target))
+                totals[id(target)] = target, total if before is None else before[1] + total
+        for name, (target, total) in totals.items():
+            self._replaced[name] = target, total if name in self._zeros else target + total
+
+    def _of_number(self, choice: ExpertChoice, source: Any) -> Tensor | None:
+        """What has the number of the loop's expert: its mask, or its weights."""
+        known = self._of(source)
+        if known is not None:
+            mine = known.kind == "by expert" and known.choice is choice
+            return self._note(source.select(0, 0), "own", choice) if mine else None
+        if not isinstance(source, Tensor) or source.dim() < 2 or source.shape[0] > choice.experts:
+            return None
+        return self._weights(source, choice)
 
     def _item(self, source: Any, where: Any, known: _Known | None) -> Tensor | None:
         """Parts of the choice, and weights and values of its pairs."""
@@ -170,7 +247,9 @@ class ExpertLoops(TorchFunctionMode):
         if kinds == ["expert"] and known is None and source.dim() > 1 and source.shape[0] <= choice.experts:
             return self._weights(source, choice)
         if kinds == ["token"] and known is None and source.dim() == 2:
-            return self._note(source.repeat_interleave(choice.index.shape[1], 0), "rows", choice)
+            made = source.repeat_interleave(choice.index.shape[1], 0)
+            self._known[id(made)] = made, _Known("rows", choice, source)
+            return made
         if kinds in (["token", "slot", None], ["token", "slot"]) and source.dim() == 2:
             flat = source.reshape(-1)
             return self._note(flat[:, None] if len(kinds) == 3 else flat, "rows", choice)
@@ -197,6 +276,10 @@ class ExpertLoops(TorchFunctionMode):
         known, values = self._of(token), self._of(rows)
         if known is None or values is None or (known.kind, values.kind) != ("token", "rows") or rows.dim() != 2:
             raise UnsupportedError("a loop over experts adds up what are no rows of its tokens")
+        if self._loop is not None:
+            self._loop.add(target, rows)
+            if self._loop.asked:
+                return target
         total = rows.view(-1, known.choice.index.shape[1], rows.shape[-1]).sum(1)
         if id(target) not in self._zeros:
             total = target + total
@@ -214,6 +297,18 @@ class ExpertLoops(TorchFunctionMode):
         if any(of.kind != "rows" for of in known) or not (name in ROWWISE or views or last):
             raise UnsupportedError(f"a loop over experts uses {name}, of which is not known that it treats rows alike")
         result = func(*args, **kwargs)
+        same = self._same_rows(name, args, result) if isinstance(result, Tensor) else None
         for one in result if isinstance(result, list | tuple) else [result]:
-            self._note(one, "rows", known[0].choice)
+            self._known[id(one)] = one, same or _Known("rows", known[0].choice)
         return result
+
+    def _same_rows(self, name: str, args: Any, result: Tensor) -> _Known | None:
+        """What is known of rows that are those of their tokens, copied or times a scale; None if they are not."""
+        first = self._of(args[0])
+        if first is None or first.source is None or result.dtype != first.source.dtype:
+            return None
+        if name == "to":
+            return first
+        other = args[1] if name in ("mul", "__mul__") and len(args) == 2 else None
+        scales = isinstance(other, Tensor) and other.dim() == 2 and other.shape[1] == 1 and self._of(other) is not None
+        return replace(first, scale=other) if scales and first.scale is None else None

@@ -38,6 +38,15 @@ def every_expert(x: Tensor, experts: int) -> Tensor:
     return torch.arange(experts, device=x.device).expand(*x.shape, experts).clone()
 
 
+@define(lambda index, last: torch.empty_like(index))
+def bound_choice(index: Tensor, last: int) -> Tensor:
+    """index int64 [..., k] with `last` in place of what is above it: experts that have no weights of their own.
+
+    It is the last one that has weights, and the only one that a token may choose more than once.
+    """
+    return index.clamp(max=last)
+
+
 @define(lambda x, index: x.new_empty(index.shape))
 def pick(x: Tensor, index: Tensor) -> Tensor:
     """x [..., E], or a weight [E], at index int64 [..., k] -> [..., k]."""

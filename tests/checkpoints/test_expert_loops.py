@@ -63,6 +63,69 @@ def test_what_the_results_are_added_to() -> None:
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
+def numbered(body: NumberedBody, x: Tensor, index: Tensor, factor: Tensor, at_all: bool = True) -> Tensor:
+    """A loop that asks for the number of its expert."""
+    total = torch.zeros_like(x)
+    mask = F.one_hot(index, num_classes=EXPERTS).permute(2, 1, 0)
+    for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero(as_tuple=False):
+        number = int(hit.item())
+        slot, token = torch.where(mask[number].squeeze(0))
+        if token.numel() == 0:
+            continue
+        y = body(x[token], number)
+        if y is not None:
+            total.index_add_(0, token, (y * factor[token, slot, None]).to(x.dtype))
+        if not at_all and number == 3:
+            break
+    return total * 1
+
+
+NumberedBody = Callable[[Tensor, int], Tensor | None]
+FEW = DOWN[:3]
+NUMBERED: dict[str, NumberedBody] = {
+    "all alike": lambda x, e: F.linear(x, GATE[e]) @ DOWN[e],
+    "the token itself": lambda x, e: F.silu(x @ UP[e].T) @ FEW[e] if e < 3 else x,
+    "nothing": lambda x, e: x @ GATE[e].T @ GATE[e] if e in (1, 4) else None,
+    "three kinds": lambda x, e: x * 2.0 if e == 0 else x if e > 2 else x @ UP[e].T @ GATE[e],
+    "a number of its own": lambda x, e: x * float(e),
+    "one that has weights elsewhere": lambda x, e: x @ GATE[e].T @ (GATE[2] if e == 2 else GATE[e]),
+}
+
+
+def compared(body: NumberedBody, **more: bool) -> tuple[Tensor, Tensor]:
+    """The loop's result, and that of the loop run for all pairs."""
+    x = torch.randn(TOKENS, WIDTH, generator=MAKE)
+    factor, index = torch.randn(TOKENS, EXPERTS, generator=MAKE).softmax(-1).topk(CHOSEN)
+    wanted = numbered(body, x, index, factor)
+    with ExpertLoops():
+        return wanted, numbered(body, x, index, factor, **more)
+
+
+@pytest.mark.parametrize("kind", NUMBERED)
+def test_experts_that_differ(kind: str) -> None:
+    wanted, found = compared(NUMBERED[kind])
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, e: x + x.sum(0) if e == 3 else x,
+        lambda x, e: x @ GATE[0].T @ UP[e],  # one weight for all, which is that of the first
+        lambda x, e: F.linear(x, GATE[e - 1 if e else 0]) @ DOWN[e],
+        lambda x, e: x.clone().mul_(2.0),
+    ],
+)
+def test_numbered_experts_that_are_refused(body: NumberedBody) -> None:
+    with pytest.raises(UnsupportedError, match="a loop over experts"):
+        compared(body)
+
+
+def test_a_loop_that_ends_early_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="ends before"):
+        compared(NUMBERED["all alike"], at_all=False)
+
+
 MIXING: dict[str, Body] = {
     "sum over rows": lambda x, e: x + x.sum(0),
     "softmax over rows": lambda x, e: x.softmax(0),

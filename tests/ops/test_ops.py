@@ -99,6 +99,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "top_k": (rand(3, 6), 2),
     "every_expert": (POSITIONS, 4),
     "pick": (rand(3, 6), CHOICE),
+    "bound_choice": (CHOICE, 1),
     "near_share": (rand(3, 6), CHOICE, 0.5),
     "normalize": (rand(3, 2).abs(), 1e-9, 0.1),
     "limit_groups": (rand(3, 6), 3, 1, 2),

@@ -53,6 +53,16 @@ QC_NOINLINE void every_expert(Range rows, int experts, float* out) {
   }
 }
 
+// Indices with `last` in place of those above it.
+QC_NOINLINE void bound_choice(Range rows, const float* index, int k, int last, float* out) {
+  const int kp = gemm_kp(k);
+  for (int t = rows.begin; t < rows.end; ++t) {
+    const int32_t* from = (const int32_t*)(index + (int64_t)t * kp);
+    int32_t* to = (int32_t*)(out + (int64_t)t * kp);
+    for (int n = 0; n < kp; ++n) to[n] = from[n] < last ? from[n] : last;
+  }
+}
+
 // out[t][n] = 1 / sum of exp(x[t][i] - m), m = x[t][index[t][n]], over i that no earlier n has chosen, unless
 // (m - x[t][i]) / max(|x[t][i]|, m) is more than the tolerance.
 QC_NOINLINE void near_share(Range rows, const float* x, int stride, int width, const float* index, int k,
@@ -222,14 +232,17 @@ QC_NOINLINE void expert_gemm(const Experts& e, Q8Kind how, const Worker& w, char
     int pairs[kExpertRows], count = 0;
     for (int t = 0; t < e.tokens; ++t) {
       const int32_t* chosen = (const int32_t*)(e.index + (int64_t)t * index_stride);
-      // A token chooses an expert once at most; where it chooses all in their order, at once.
-      int slot = expert < e.slots && chosen[expert] == expert ? expert : 0;
-      while (slot < e.slots && chosen[slot] != expert) ++slot;
-      if (slot == e.slots) continue;
-      pairs[count++] = t * e.slots + slot;
-      if (count == kExpertRows) {
-        expert_chunk<Rows>(e, expert, pairs, count, how, w, memory, run);
-        count = 0;
+      // A token chooses an expert once at most, but the last one (bound_choice); where it chooses all in their order, at
+      // once.
+      const bool last = expert == e.experts - 1;
+      for (int slot = !last && expert < e.slots && chosen[expert] == expert ? expert : 0; slot < e.slots; ++slot) {
+        if (chosen[slot] != expert) continue;
+        pairs[count++] = t * e.slots + slot;
+        if (count == kExpertRows) {
+          expert_chunk<Rows>(e, expert, pairs, count, how, w, memory, run);
+          count = 0;
+        }
+        if (!last) break;
       }
     }
     if (count) expert_chunk<Rows>(e, expert, pairs, count, how, w, memory, run);

@@ -66,7 +66,8 @@ def decoder(
     shared = graph.call("mul", linear(y, "shared", hidden), graph.call("unary", linear(y, "door", 1), "sigmoid"))
     late = linear(y, "late", experts)  # joined with the other router, so it is some columns of a value
     few = graph.call("top_k", late, 2)
-    more = graph.call("expert_linear", y, few, weight("more", experts, hidden, hidden))
+    own = graph.call("bound_choice", few, experts - 3)  # both slots may have the last expert
+    more = graph.call("expert_linear", y, own, weight("more", experts - 2, hidden, hidden))
     share, each = graph.call("near_share", late, few, 0.7), graph.call("pick", weight("each", experts), few)
     more = graph.call("combine", more, graph.call("softmax", graph.call("mul", share, each)))
     x = graph.call("add", x, graph.call("add", graph.call("add", graph.call("combine", z, factor), more), shared))

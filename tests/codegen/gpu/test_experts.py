@@ -148,9 +148,12 @@ def interpret_routes() -> None:
         RouteStep("top_k", experts, k, x_stride=experts),
         RouteStep("near_share", experts, k, tolerance=0.7, x_stride=experts, index=0, out_stride=4),
         RouteStep("pick", experts, k, index=0, out_stride=4),  # of one table for all rows
+        RouteStep("bound_choice", 9, k, index=0, out_stride=4),
     )
     out, other = torch.full((rows, 4), -7.0), torch.full((rows, 4), -7.0)
-    run(RouteSpec(mixed).kernel(80), (rows, 1, 1), plain, plain, out, table, other)
+    bounded = torch.full((rows, 4), -7, dtype=torch.int32)
+    run(RouteSpec(mixed).kernel(80), (rows, 1, 1), plain, plain, out, table, other, bounded)
+    assert torch.equal(bounded[:, :k].long(), chosen.clamp(max=8)) and (bounded[:, k:] == -7).all()
     share = ops.op("near_share")(plain, chosen, 0.7)
     assert (out[:, :k] - share).abs().max() < 1e-6 and (out[:, k:] == -7).all() and len(set(share[:, 0].tolist())) > 9
     assert torch.equal(other[:, :k], table[chosen])

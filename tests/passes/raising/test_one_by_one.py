@@ -144,6 +144,38 @@ def test_numbers_of_experts_are_picked() -> None:
     assert sum(graph.is_weight(node.args[0]) for node in graph.calls("pick")) == 1
 
 
+class Few(Mixer):
+    """Some experts have no weights: what is computed for them has no weight, and the token itself is added instead."""
+
+    def __init__(self, last: int = 3) -> None:
+        super().__init__()
+        self.last = last
+        self.experts = nn.Parameter(torch.zeros(4, WIDTH, WIDTH))
+        self.register_buffer("has", (torch.arange(COUNT) < 4).float())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        rows = x.flatten(0, 1)
+        weight, index = self.router(rows).softmax(-1).topk(2, -1)
+        weight, flat = weight * 1.5, index.reshape(-1)
+        own = self.has[flat]
+        y = (self.experts[flat.clamp(max=self.last)] @ rows.repeat_interleave(2, 0).unsqueeze(-1)).squeeze(-1)
+        y = y * weight.reshape(-1, 1) * own[:, None]
+        rest = rows * (weight.reshape(-1) * (1 - self.has)[flat]).view(-1, 2).sum(1, keepdim=True)
+        return self.head(x + (y.view(-1, 2, WIDTH).sum(1) + rest).view(x.shape))
+
+
+def test_experts_without_weights() -> None:
+    graph = right(modules.randomized(Few()))
+    (bound,) = graph.calls("bound_choice")
+    assert bound.args[1] == 3 and [node.args[1] for node in graph.calls("expert_linear")] == [bound]
+
+
+def test_an_index_bounded_to_other_experts_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="bounded to other experts"):
+        raise_module(modules.randomized(Few(last=2)))
+
+
 def test_numbers_of_experts_in_another_order_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="another index"):
         raise_module(modules.randomized(Scaled(shuffled=True)))
