@@ -148,18 +148,20 @@ class DialogueFormat:
         return ReplyParser(reasoning, calls.parser(tools) if calls else None, most)
 
     def _rendered(self, asked: Dialogue, variables: Mapping[str, Any]) -> str:
-        """The prompt. Most templates read the arguments of calls as dictionaries, some as text."""
-        messages = template_messages(asked.messages, self._style, as_text=False)
-        try:
-            return self.template(messages, **variables)
-        except UsageError:
-            if not any("tool_calls" in message for message in messages):
-                raise
-            try:
-                return self.template(template_messages(asked.messages, self._style, as_text=True), **variables)
-            except UsageError:
-                pass
-            raise
+        """The prompt. Most templates read the arguments of calls as dictionaries, some as text; some refuse messages of
+        several calls."""
+        first: UsageError | None = None
+        for style in (self._style, replace(self._style, one_call=True)):
+            for as_text in (False, True):
+                messages = template_messages(asked.messages, style, as_text)
+                try:
+                    return self.template(messages, **variables)
+                except UsageError as error:
+                    first = first or error
+                if not any("tool_calls" in message for message in messages):
+                    raise first
+        assert first is not None
+        raise first
 
     def _variables(self, asked: Dialogue, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The variables of the template that a request sets."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qcompile.runtime.chat import Message, Render
     from qcompile.runtime.llm import LLM
     from qcompile.runtime.sampling.sampling import SamplingParams
+    from qcompile.runtime.turn import Turn
 
 
 @command
@@ -50,7 +51,8 @@ def _chat_loop(llm: LLM, out: Path, params: SamplingParams, as_json: bool) -> No
     conversation = Conversation(llm, template)
     for line in _lines():
         try:
-            stream = llm.stream(conversation.prompt(line, params.max_tokens or 1), params)
+            prompt = conversation.prompt(line, params.max_tokens or 1)
+            stream = llm.stream(prompt, conversation.params(params))
         except UsageError as error:
             if not sys.stdin.isatty():
                 raise
@@ -69,11 +71,14 @@ class Conversation:
     """The messages so far. Without a template they are one text, to which each message is appended."""
 
     def __init__(self, llm: LLM, template: Render | None) -> None:
-        self._llm, self._template = llm, template
+        from qcompile.runtime.chat import closing_tokens
+        from qcompile.runtime.dialogue import DialogueFormat
+
+        self._llm = llm
+        self._format = DialogueFormat(template, llm.tokenizer) if template else None
+        self._turn: Turn | None = None
         self._messages: list[Message] = []
         if template:
-            from qcompile.runtime.chat import closing_tokens
-
             llm.end_at(closing_tokens(template, llm.tokenizer))
 
     def prompt(self, line: str, room: int) -> list[int]:
@@ -85,11 +90,21 @@ class Conversation:
         self._messages.append({"role": "user", "content": line})
         while len(self._messages) > 1 and self._length() + room > self._llm.context:
             del self._messages[:2]
-        return self._llm.encode(self._render(), special=self._template is None)
+        return self._llm.encode(self._render(), special=self._format is None)
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """The sampling parameters of the reply to the last prompt."""
+        return self._turn.params(params) if self._turn else params
 
     def answered(self, text: str) -> None:
-        """Add the reply."""
-        self._messages.append({"role": "assistant", "content": text})
+        """Add the reply. Its reasoning is no part of its content."""
+        message = {"role": "assistant", "content": text}
+        if self._turn:
+            found = self._turn.parser().whole(text)
+            message["content"] = found.content or ""
+            if found.reasoning:
+                message["reasoning_content"] = found.reasoning
+        self._messages.append(message)
 
     def forget(self) -> None:
         """Drop the user's last message, which cannot be answered."""
@@ -99,11 +114,14 @@ class Conversation:
         from qcompile.runtime.tokenizer import encode
 
         tokenizer = self._llm.tokenizer
-        return len(encode(tokenizer, self._render(), self._template is None)) if tokenizer else 0
+        return len(encode(tokenizer, self._render(), self._format is None)) if tokenizer else 0
 
     def _render(self) -> str:
-        if self._template:
-            return self._template(self._messages)
+        if self._format:
+            from qcompile.runtime.dialogue import Dialogue
+
+            self._turn = self._format.turn(Dialogue(self._messages))
+            return self._turn.prompt
         return "".join(message["content"] for message in self._messages)
 
 

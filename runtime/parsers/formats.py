@@ -14,7 +14,7 @@ from qcompile.runtime.parsers.channels import ChannelsParser
 from qcompile.runtime.parsers.fenced_tokens import FencedTokensParser
 from qcompile.runtime.parsers.function_tags import FunctionTagsParser
 from qcompile.runtime.parsers.plain_json import PlainJsonParser
-from qcompile.runtime.parsers.pythonic import PythonicParser
+from qcompile.runtime.parsers.pythonic import PYTHONIC_TOKENS, PythonicParser
 from qcompile.runtime.parsers.reasoning import ReasoningTags
 from qcompile.runtime.parsers.tagged_json import TaggedJsonParser
 from qcompile.runtime.parsers.tools import DeclaredTools
@@ -61,9 +61,11 @@ TOOL_FORMATS = {
     "qwen3_coder": ToolFormat(FunctionTagsParser, [("<function=", "<parameter=")], ("<tool_call>",)),
     "hermes": ToolFormat(TaggedJsonParser, [("<tool_call>",)], ("<tool_call>",)),
     "pythonic": ToolFormat(
-        PythonicParser, [("[func_name1(",), ("<|python_start|>",)], ("<|python_start|>", "<|python_end|>")
+        PythonicParser, [("[func_name1(",), ("<|python_start|>",), ("<|tool_call_start|>",)], PYTHONIC_TOKENS
     ),
-    "llama3_json": ToolFormat(PlainJsonParser, [("tool_calls", '"name"', '"parameters"')], ("<|python_tag|>",)),
+    "llama3_json": ToolFormat(
+        PlainJsonParser, [("<|python_tag|>",), ('{"name": function name, "parameters":',)], ("<|python_tag|>",)
+    ),
 }
 """By name, in the order in which templates are searched: a later one may have the marks of an earlier one, too."""
 

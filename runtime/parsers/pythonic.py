@@ -11,16 +11,19 @@ from qcompile.runtime.parsers.json_values import written
 
 _MOST_CHARACTERS = 1 << 16
 _MOST_DEPTH = 50
+_PAIRS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
+PYTHONIC_TOKENS = (*_PAIRS, *_PAIRS.values())
+"""Tokens that may stand before and behind a list."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser(CallParser):
     """A list at the start of a reply is calls if all their names are those of tools. It is read when it is complete.
 
-    The list may stand between the tokens `<|python_start|>` and `<|python_end|>`, where content may precede it.
+    The list may stand between tokens, where content may precede it.
     """
 
-    markers = ("<|python_start|>",)
+    markers = tuple(_PAIRS)
 
     def start(self) -> Steps[None]:
         yield from self.skip_space()
@@ -31,7 +34,7 @@ class PythonicParser(CallParser):
         yield from self.skip_space()
         yield from self._list()
         yield from self.skip_space()
-        yield from self.skip("<|python_end|>")
+        yield from self.skip(_PAIRS[marker])
 
     def _list(self) -> Steps[None]:
         calls = _calls((yield from self.taken(self._bracketed())))
@@ -60,7 +63,7 @@ class PythonicParser(CallParser):
         """Take the rest of a text in quotes. Returns its length."""
         size = 0
         while (char := (yield from self.peek())) != quote:
-            if not char or char == "\n" or size > most:
+            if not char or size > most:
                 raise MalformedError
             self.at += 1
             size += 1
@@ -74,12 +77,23 @@ class PythonicParser(CallParser):
 def _calls(text: str) -> list[tuple[str, str]]:
     """Names and arguments of the calls in a list. Raises MalformedError."""
     try:
-        tree = ast.parse(text, mode="eval").body
+        tree = ast.parse(_escaped(text), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise MalformedError from error
     if not isinstance(tree, ast.List) or not tree.elts:
         raise MalformedError
     return [_call(node) for node in tree.elts]
+
+
+def _escaped(text: str) -> str:
+    """The text with its line breaks in quotes as escapes: some templates show texts without them."""
+    written, quote, escaped = [], "", False
+    for char in text:
+        written.append("\\n" if char == "\n" and quote and not escaped else char)
+        if not escaped and char in (quote or "'\""):
+            quote = "" if quote else char
+        escaped = char == "\\" and not escaped
+    return "".join(written)
 
 
 def _call(node: ast.expr) -> tuple[str, str]:

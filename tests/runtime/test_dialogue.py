@@ -62,6 +62,14 @@ def test_a_template_that_joins_arguments_as_text_gets_text() -> None:
         form("{{ raise_exception('no such turn') }}").turn(Dialogue(HISTORY))
 
 
+def test_a_template_that_refuses_several_calls_gets_one_in_each_message() -> None:
+    refusal = (
+        "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('x') }}{% endfor %}"
+    )
+    messages = rendered(refusal + MESSAGES, HISTORY)
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant", "tool"]
+
+
 def test_a_template_of_one_call_each_gets_all_of_them() -> None:
     """The results stand behind their calls."""
     source = "{# <|channel|> <|message|> message.thinking #}" + MESSAGES

@@ -175,7 +175,9 @@ def pythonic(said: Spoken, draw: random.Random) -> str:
         f"{name.replace('-', '_')}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
         for name, arguments in said.calls
     )
-    return draw.choice(["{}", "\n{}", "<|python_start|>{}<|python_end|>"]).format(f"[{', '.join(calls)}]")
+    breaks = "\n" if draw.random() < 0.2 else "\\n"
+    around = draw.choice(["{}", "\n{}", "<|python_start|>{}<|python_end|>", "<|tool_call_start|>{}<|tool_call_end|>"])
+    return around.format(f"[{', '.join(calls)}]".replace("\\n", breaks))
 
 
 def channels(said: Spoken, draw: random.Random) -> str:

@@ -269,6 +269,9 @@ def test_formats_are_chosen_by_the_template_or_by_name() -> None:
         ("<tool_call>\n<function=f>\n<parameter=x>", lambda: TOOL_FORMATS["qwen3_coder"]),
         ("<tool_call>", lambda: TOOL_FORMATS["hermes"]),
         ("no tools here", lambda: None),
+        ('{"name": function name, "parameters": dictionary}', lambda: TOOL_FORMATS["llama3_json"]),
+        ('"name" and "parameters" of tool_calls in a format of its own', lambda: None),
+        ("[func_name1(a=1), func_name2()]", lambda: TOOL_FORMATS["pythonic"]),
     ]
     for template, expected in marks:
         assert tool_format(template) is expected()

@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from qcompile.cli.chat import Conversation
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime import chat
+from qcompile.runtime.sampling.sampling import SamplingParams
 from tests.support.fake import byte_tokenizer, fake_llm, listed
 
 
@@ -23,6 +24,15 @@ def test_a_chat_template_has_all_special_tokens_itself() -> None:
         talk = Conversation(llm, lambda messages: "<eos>" + messages[0]["content"])
         assert talk.prompt("ab", 1) == llm.encode("ab") and llm.encode("ab")[0] == 0 != llm.encode("ab")[1]
         assert Conversation(llm, None).prompt("ab", 1) == llm.encode("ab")
+
+
+def test_reasoning_is_no_content_of_the_history() -> None:
+    with fake_llm(tokenizer=byte_tokenizer()) as llm:
+        source = "{% for m in messages %}{{ m.role[0] }}{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
+        talk = Conversation(llm, chat.ChatTemplate({"default": source + "{# </think> #}"}, {}))
+        assert talk.prompt("x", 1) == llm.encode("u|x;") and talk.params(SamplingParams()) == SamplingParams()
+        talk.answered("<think>so</think>y")
+        assert talk.prompt("z", 1) == llm.encode("u|x;aso|y;u|z;")
 
 
 def test_who_allows_long_replies_is_remembered_too() -> None:
