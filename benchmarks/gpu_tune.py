@@ -171,13 +171,14 @@ def measure(problem: Problem, specs: list[KernelSpec], tokens: int) -> list[tupl
     """(microseconds, kernel) of the candidates that are right, fastest first."""
     x = problem.activations(tokens)
     out = torch.empty(tokens, problem.n, dtype=torch.bfloat16, device="cuda")
+    rows = torch.randperm(tokens, device="cuda")[:64]  # of all parts of tiles
     found = []
     for spec in specs:
         out.fill_(float("nan"))
         try:
             launches = problem.launches(spec, x, out, 90)
             launches[0]()
-            error = problem.relative_error([t[:64] for t in x], out[:64])
+            error = problem.relative_error([t[rows] for t in x], out[rows])
             if error > ERROR:
                 print("wrong", error, spec, flush=True)
                 continue
