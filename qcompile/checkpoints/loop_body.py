@@ -4,53 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from qcompile.errors import UnsupportedError
+from qcompile.checkpoints.loop_numbers import TokenNumber, refused, sized
 
-INSTEAD = "call torch.ops.qcompile.linear_recurrence instead of the loop"
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__imatmul__", "__ipow__"}
 
 
 _ATTRIBUTES: Any = Tensor
 _TURNS = {"t": _ATTRIBUTES.T.__get__, "mT": _ATTRIBUTES.mT.__get__}
 """Attributes that transpose, by the names of functions that do the same."""
-
-
-class LoopError(UnsupportedError):
-    """A loop over tokens cannot be compiled; the message lacks the name of the loop."""
-
-
-def refused(reason: str) -> LoopError:
-    """The error that a loop over tokens cannot be compiled for `reason`."""
-    return LoopError(f"{reason}; {INSTEAD}")
-
-
-class TokenNumber:
-    """The number of a token in a loop over all tokens, plus `offset`. It selects the token's part of a tensor."""
-
-    def __init__(self, loop: Any, offset: int = 0) -> None:
-        self.loop, self.offset = loop, offset
-
-    def __add__(self, number: Any) -> TokenNumber:
-        return TokenNumber(self.loop, self.offset + number) if type(number) is int else self._refuse()
-
-    __radd__ = __add__
-
-    def __sub__(self, number: Any) -> TokenNumber:
-        return self + -number if type(number) is int else self._refuse()
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise refused("computes with the number of a token, or treats tokens differently by it")
-
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _refuse
-    __mul__ = __rmul__ = __mod__ = __floordiv__ = __rsub__ = __neg__ = __truediv__ = _refuse
-    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True)
@@ -98,12 +66,13 @@ class Step:
 class Recorder:
     """Runs functions in a loop over `tokens` tokens of `batch` sequences, and records them.
 
-    `zeros` are tensors that are known to hold zeros.
+    `zeros` are tensors that are known to hold zeros. `block` is as in Body.
     """
 
     batch: Any
     tokens: Any
     zeros: Mapping[int, Tensor]
+    block: int | None = None
     outside: dict[int, Tensor] = field(default_factory=dict)
     steps: list[list[Step]] = field(default_factory=list)
     _refs: dict[int, tuple[Tensor, Ref]] = field(default_factory=dict)
@@ -143,7 +112,11 @@ class Recorder:
         if name == "select" and len(args) == 3 and isinstance(args[2], TokenNumber):
             return self._part(args[0], args[1], args[2])
         if name == "__setitem__":
+            if self.block:
+                raise refused("writes results of blocks into a tensor: concatenate them")
             return self._write(*args)
+        if name == "sym_min" and len(args) == 2:  # the end of a block, in torch's own writing of min
+            return args[0] if args[0] < args[1] else args[1]
         leaves, tree = tree_flatten((args, kwargs))
         if any(isinstance(leaf, TokenNumber) for leaf in leaves):
             raise refused(f"gives the number of a token to {name}")
@@ -151,7 +124,8 @@ class Recorder:
             raise refused(f"changes a tensor in place by {name}: use its form that makes a new one")
         name = next((turn for turn, of in _TURNS.items() if func == of), name)
         with disable_proxy_modes_tracing():  # results have shapes, and no place in the trace
-            result = func(*args, **kwargs)
+            known = tree_unflatten([sized(leaf, 1) for leaf in leaves], tree) if self.block else (args, kwargs)
+            result = func(*known[0], **known[1])
         made = [result] if isinstance(result, Tensor) else result
         if isinstance(made, (list, tuple)) and made and all(isinstance(one, Tensor) for one in made):
             named = [self._ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -204,7 +178,7 @@ class Recorder:
         dim %= source.dim()
         if self.made(source) or repr(source.shape[dim]) != repr(self.tokens):
             raise refused("takes parts of tensors by token along a dimension that is not that of the tokens")
-        if place.offset:
+        if place.offset or (self.block and not keeps):
             raise refused("reads other tokens than its own")
         shape = [1 if at == dim else size for at, size in enumerate(source.shape) if keeps or at != dim]
         with disable_proxy_modes_tracing():
@@ -235,7 +209,7 @@ def _is_place(item: Any) -> bool:
     """Whether an index is the number of the token, or the slice of this token alone."""
     if isinstance(item, slice) and any(isinstance(bound, TokenNumber) for bound in (item.start, item.stop, item.step)):
         one = isinstance(item.start, TokenNumber) and isinstance(item.stop, TokenNumber) and item.step in (None, 1)
-        if not one or item.stop.offset != item.start.offset + 1:
+        if not one or item.stop.offset != item.start.offset + (item.start.loop.block or 1):
             raise refused("takes a part of a tensor that is not its token's alone")
         return True
     return isinstance(item, TokenNumber)
@@ -245,7 +219,8 @@ def _is_place(item: Any) -> bool:
 class Body:
     """What a loop does for one token: steps whose Refs have the kinds "own", "before" and "outside".
 
-    `carried` are the results that a token leaves to the next; before the first token they are 0.
+    `carried` are the results that a token leaves to the next; before the first token they are 0. `block` is the number
+    of tokens of a block of a loop over blocks, whose body is recorded for blocks of one token.
     """
 
     steps: tuple[Step, ...]
@@ -253,6 +228,13 @@ class Body:
     outside: Mapping[int, Tensor]
     batch: Any
     tokens: Any
+    block: int | None = None
+
+    def shape(self, ref: Ref) -> tuple[Any, ...]:
+        """The shape of a tensor in the body."""
+        if ref.kind == "outside":
+            return tuple(self.outside[ref.number].shape)
+        return self.steps[ref.number].shapes[ref.item]
 
     @classmethod
     def of(cls, recorder: Recorder) -> Body:
@@ -265,7 +247,9 @@ class Body:
         carried: dict[Ref, Any] = {}
         for one, two in zip(first, second, strict=True):
             _compare(one, two, carried, recorder.zeros)
-        return cls(_merged(second), frozenset(carried), recorder.outside, recorder.batch, recorder.tokens)
+        return cls(
+            _merged(second), frozenset(carried), recorder.outside, recorder.batch, recorder.tokens, recorder.block
+        )
 
 
 def _merged(steps: Sequence[Step]) -> tuple[Step, ...]:

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from qcompile.checkpoints.loop_body import Body, Ref, Step, refused
+from qcompile.checkpoints.loop_body import Body, Ref, Step
+from qcompile.checkpoints.loop_numbers import refused
 
 BATCH = 0
 """The axis of sequences, the first of every tensor of a token."""
@@ -112,7 +113,8 @@ class Forms:
 
     def _of(self, ref: Ref, updated: bool) -> Form:
         """A form with axes of its own."""
-        if ref.kind == "before" or (updated and Ref("before", ref.number, ref.item) in self.body.carried):
+        updates = updated and not self.body.block and Ref("before", ref.number, ref.item) in self.body.carried
+        if ref.kind == "before" or updates:
             return self._atom(ref, True)
         if ref.kind == "outside":
             return self._atom(ref)

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from qcompile import ops
-from qcompile.checkpoints.loop_body import Body, Ref, Step, refused
+from qcompile.checkpoints.loop_blocks import run_blocks, with_random
+from qcompile.checkpoints.loop_body import Body, Ref, Step
 from qcompile.checkpoints.loop_forms import BATCH, Factor, Form, Forms, NotLinear, Term
+from qcompile.checkpoints.loop_numbers import refused, sized
 from qcompile.checkpoints.loop_state import StateUpdate, match
 
 
@@ -26,6 +28,7 @@ class Recurrence:
     def __init__(self, body: Body) -> None:
         self.body = body
         self.forms = Forms(body)
+        self.is_trial = False
         self._values: dict[Ref, Tensor] = {}
 
     def stacked(self, ref: Ref, dim: int) -> Tensor:
@@ -43,7 +46,7 @@ class Recurrence:
     def _by_token(self, ref: Ref) -> Tensor:
         """The result `ref` [B, ...] of all tokens [B, T, ...]."""
         value = self.value(ref)
-        if repr(self.forms.shape(ref)[:1]) != repr((self.body.batch,)):
+        if repr(self.forms.shape(ref)[:1]) != repr((self.forms.body.batch,)):
             raise refused("has a result whose first dimension is not that of the sequences")
         return value.reshape(self.body.batch, self.body.tokens, *value.shape[1:])
 
@@ -69,6 +72,8 @@ class Recurrence:
         step = self.forms.step(ref)
         if step.token is not None:
             return self._part(step)
+        if self.body.block and self.forms.is_stateful(ref):
+            return self._read_by_blocks(ref)
         if self.forms.is_stateful(ref):
             try:
                 form = self.forms.read(ref)
@@ -106,8 +111,8 @@ class Recurrence:
             if isinstance(item, Ref):
                 return self.value(item)
             if not isinstance(item, torch.SymInt):
-                return item
-            if repr(item) != repr(self.body.batch):
+                return sized(item, 1)
+            if repr(item) != repr(self.forms.body.batch):
                 raise refused("computes with the number of tokens")
             return item * self.body.tokens
 
@@ -139,12 +144,47 @@ class Recurrence:
             return None
         return _placed(made, (BATCH, *axes), form.dims)
 
-    def _recur(self, state: StateUpdate, query: Sequence[Factor]) -> tuple[Tensor, list[int]]:
-        """(the state read by the product of `query`, [B * T, ...], its axes without that of the sequences)."""
+    def _read_by_blocks(self, ref: Ref) -> Tensor:
+        """The result of each block: what is read from the state before the block, and more that the proof covers."""
+        try:
+            form = self.forms.read(ref)
+        except NotLinear as error:
+            raise refused(f"does not read its state linearly, because of {error.step.name}") from error
+        terms = [term for term in form.terms if term.states]
+        if len(terms) != 1 or terms[0].states[0].ref.kind != "before":
+            raise refused("does not read its state once in each block")
+        read = terms[0].states[0]
+        summed = [axis for axis in read.axes if axis is not None and axis not in form.dims]
+        if len(summed) != 1:
+            raise refused("does not sum over one dimension of its state")
+        state = Factor(Ref("own", read.ref.number, read.ref.item), read.axes, True)
+        query = [f for f in terms[0].factors if not f.state and summed[0] in f.axes and BATCH in f.axes]
+        made, axes = self._recur(match(self.forms, state, summed[0]), query, ref)
+        if set(axes) | {BATCH} != {axis for axis in form.dims if axis is not None}:
+            raise refused("returns other dimensions of its state than those it keeps")
+        return _placed(made, (BATCH, *axes), form.dims)
+
+    def _proved(self, rates: Tensor | None, ref: Ref) -> Tensor:
+        """`rates` with the proof that the loop's own code, over several blocks, computes the recurrence."""
+        if rates is None or self.body.block is None:
+            raise refused("has blocks of tokens with a decay that differs by token")
+        length = 2 * self.body.block + self.body.block // 2 + 1
+        trial = Recurrence(with_random(self.body, length))
+        trial.forms, trial.is_trial = self.forms, True
+        dim = 1 + next(at for at, size in enumerate(self.forms.shape(ref)[1:]) if repr(size) == "1")
+        own = run_blocks(trial.body, ref, dim, length)
+        return ops.op("proved")(rates, own, trial.joined(ref, dim))
+
+    def _recur(self, state: StateUpdate, query: Sequence[Factor], proof: Ref | None = None) -> tuple[Tensor, list[int]]:
+        """(the state read by the product of `query`, [B * T, ...], its axes without that of the sequences).
+
+        With `proof`, the result of a block, the rates of the recurrence depend on a proof of it.
+        """
         by_key = [axis for axis in state.heads if any(axis in factor.axes for factor in (*query, *state.key))]
         heads = [*by_key, *(axis for axis in state.heads if axis not in by_key)]
         row = [] if state.row is None else [state.row]
         decay, rates = self._decay(state, heads, row)
+        rates = self._proved(rates, proof) if proof is not None and not self.is_trial else rates
         gain = Term(state.gain_number, tuple(state.gain))
         y = ops.op("linear_recurrence")(
             self._shaped([Term(1.0, tuple(query))], by_key, row),

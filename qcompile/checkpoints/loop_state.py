@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from qcompile.checkpoints.loop_body import refused
 from qcompile.checkpoints.loop_forms import BATCH, Factor, Forms, NotLinear, Term
+from qcompile.checkpoints.loop_numbers import refused
 
 
 @dataclass(frozen=True)

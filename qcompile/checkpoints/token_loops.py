@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from qcompile.checkpoints.loop_body import Body, LoopError, Recorder, TokenNumber, refused
+from qcompile.checkpoints.loop_blocks import block_size
+from qcompile.checkpoints.loop_body import Body, Recorder
+from qcompile.checkpoints.loop_numbers import BlockNumber, LoopError, TokenNumber, refused
 from qcompile.checkpoints.loop_recurrence import Recurrence
 from qcompile.errors import UnsupportedError
 
@@ -61,16 +63,16 @@ class TokenLoops(TorchFunctionMode):
         """Whether `count` is the symbolic number of tokens."""
         return isinstance(count, torch.SymInt) and repr(count) == repr(self.tokens)
 
-    def places(self, name: str) -> Iterator[TokenNumber]:
-        """What the loop `name` over all tokens iterates over."""
+    def places(self, name: str, block: int | None = None) -> Iterator[TokenNumber | BlockNumber]:
+        """What the loop `name` over all tokens, or over all blocks of `block` tokens, iterates over."""
         self._name = name
         if self._recorder is not None:
             raise refused("is inside another loop over tokens")
-        self._recorder = recorder = Recorder(self.batch, self.tokens, self._zeros)
+        self._recorder = recorder = Recorder(self.batch, self.tokens, self._zeros, block)
         try:
             for number in range(ITERATIONS):
                 recorder.begin(number)
-                yield TokenNumber(recorder)
+                yield TokenNumber(recorder) if block is None else BlockNumber(recorder)
         except GeneratorExit:  # an error raised here would be lost
             self._ended = True
             return
@@ -141,9 +143,11 @@ class _Range(metaclass=_Kind):
     """range, but for a range over all tokens, which is a loop of the active TokenLoops."""
 
     def __new__(cls, *bounds: Any) -> Any:
-        if bounds and bounds[:-1] in ((), (0,)) and _active and _active[-1].covers(bounds[-1]):
+        loops = _active[-1] if bounds and bounds[:-1] in ((), (0,)) and _active else None
+        block = block_size(bounds[-1], loops.tokens) if loops is not None else None
+        if loops is not None and (block or loops.covers(bounds[-1])):
             code, line = sys._getframe(1).f_code, sys._getframe(1).f_lineno
-            return _active[-1].places(f"the loop over tokens in {code.co_qualname} (line {line})")
+            return loops.places(f"the loop over tokens in {code.co_qualname} (line {line})", block)
         return builtins.range(*bounds)
 
 

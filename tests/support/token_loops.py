@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.support import modules
 
-HEADS, SIZE, WIDTH = 3, 4, 5
+HEADS, SIZE, WIDTH, BLOCK = 3, 4, 5, 4
 
 
 class Loop(nn.Module):
@@ -113,4 +113,33 @@ class Delta(Loop):
         return torch.stack(out, 1).flatten(2)
 
 
-KINDS: dict[str, type[Loop]] = {kind.__name__: kind for kind in (Gru, Moving, Fixed, Matrix, Gated, Delta)}
+class Blocks(Loop):
+    """Linear attention by blocks of tokens, with tables of decays for the tokens of a block."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__()
+        slope, count = torch.tensor([0.5, 0.1, 0.02])[:, None, None], torch.arange(BLOCK)
+        self.register_buffer("slope", slope)
+        self.register_buffer("of_query", torch.exp(-slope * (count[:, None] + 1)))
+        self.register_buffer("of_key", torch.exp(-slope * (BLOCK - 1 - count[:, None])))
+        apart = count[:, None] - count - (1 if wrong else 0) * (count[:, None] > count)
+        self.register_buffer("between", torch.exp(torch.where(apart >= 0, -slope * apart, float("-inf"))))
+
+    def recur(self, x: Tensor) -> Tensor:
+        batch, tokens = x.shape[:2]
+        q, k = (each(x).view(batch, tokens, HEADS, SIZE).transpose(1, 2) for each in (self.q, self.k))
+        v = self.v(x).view(batch, tokens, HEADS, WIDTH).transpose(1, 2)
+        state, out = torch.zeros(batch, HEADS, SIZE, WIDTH), []
+        for i in range((tokens + BLOCK - 1) // BLOCK):
+            start = i * BLOCK
+            end = min(start + BLOCK, tokens)
+            n = end - start
+            weights = q[:, :, start:end] @ k[:, :, start:end].transpose(-1, -2) * self.between[:, :n, :n]
+            before = (q[:, :, start:end] * self.of_query[:, :n]) @ state
+            out.append(weights @ v[:, :, start:end] + before)
+            added = (k[:, :, start:end] * self.of_key[:, -n:]).transpose(-1, -2) @ v[:, :, start:end]
+            state = state * torch.exp(-self.slope * n) + added
+        return torch.cat(out, -2).transpose(1, 2).flatten(2)
+
+
+KINDS: dict[str, type[Loop]] = {kind.__name__: kind for kind in (Gru, Moving, Fixed, Matrix, Gated, Delta, Blocks)}

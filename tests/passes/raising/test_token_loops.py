@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qcompile import ops
+from qcompile import check, ops
+from qcompile.checkpoints import frontend
 from qcompile.errors import UnsupportedError
+from qcompile.passes.base import apply
+from qcompile.passes.raising import Raise
 from tests.support import modules
+from tests.support.families import COMMON
 from tests.support.raising import raise_module, right
-from tests.support.token_loops import HEADS, KINDS, SIZE, WIDTH, Loop
+from tests.support.token_loops import HEADS, KINDS, SIZE, WIDTH, Blocks, Loop
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -21,11 +26,11 @@ def test_a_recurrence_that_is_in_no_library(name: str) -> None:
     graph = right(modules.randomized(KINDS[name]()))
     (node,) = graph.calls("linear_recurrence")
     given = ops.operands(node)
-    matrix = name in ("Matrix", "Gated", "Delta")
+    matrix = name in ("Matrix", "Gated", "Delta", "Blocks")
     assert given.v.meta["val"].shape[2:] == ((HEADS, WIDTH) if matrix else (HEADS * WIDTH, 1))
     assert given.k.meta["val"].shape[2:] == ((HEADS, SIZE) if matrix else (1, 1))
     assert given.delta == (name == "Delta")
-    assert (given.rates is not None) == (name in ("Fixed", "Matrix"))
+    assert (given.rates is not None) == (name in ("Fixed", "Matrix", "Blocks"))
 
 
 class OneByOne(Loop):
@@ -115,6 +120,38 @@ def test_refused(name: str) -> None:
     changed, message = REFUSED[name]
     with pytest.raises(UnsupportedError, match=message):
         raise_module(modules.randomized(changed()))
+
+
+def test_lightning_attention_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = COMMON | {
+        **{"layer_types": ["linear_attention", "full_attention"], "block_size": 8, "head_dim": 16},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2},
+    }
+    module: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("minimax", **settings), dtype=torch.float32)
+    module.eval().save_pretrained(tmp_path)
+    graph = apply(Raise(), frontend.load(tmp_path)).graph
+    ids = torch.randint(0, 97, (2, 48), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = module(ids, use_cache=False).logits
+    assert check.max_relative_error(graph.run(ids, torch.arange(48).expand(2, -1)), expected) < 1e-5
+    assert len(graph.calls("linear_recurrence")) == 1
+
+
+class Wrong(Blocks):
+    """One table has another distance between tokens than the others, which shows from the second token on."""
+
+    def __init__(self) -> None:
+        super().__init__(wrong=True)
+
+
+def test_a_loop_over_blocks_with_tables_that_disagree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qcompile.checkpoints.eager.require_same", lambda *_: None)  # which transformers' models lack
+    graph = raise_module(modules.randomized(Wrong()))
+    (node,) = graph.calls("linear_recurrence")
+    with pytest.raises(UnsupportedError, match="a loop over blocks of tokens does not compute the recurrence"):
+        graph.weights[str(ops.operand(node, "rates").target)]
 
 
 def test_the_loop_without_a_change_is_right() -> None:
