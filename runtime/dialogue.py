@@ -150,6 +150,9 @@ class DialogueFormat:
     def _rendered(self, asked: Dialogue, variables: Mapping[str, Any]) -> str:
         """The prompt. Most templates read the arguments of calls as dictionaries, some as text; some refuse messages of
         several calls."""
+        called = any(message.get("tool_calls") for message in asked.messages)
+        if called and isinstance(self.template, ChatTemplate) and "tool_calls" not in self.template.text:
+            raise UsageError("messages: the chat template of this model reads no tool_calls")
         first: UsageError | None = None
         for style in (self._style, replace(self._style, one_call=True)):
             for as_text in (False, True):

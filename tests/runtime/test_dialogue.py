@@ -27,7 +27,7 @@ HISTORY = [
     {"role": "tool", "tool_call_id": "b", "content": "two"},
     {"role": "tool", "tool_call_id": "a", "content": "one"},
 ]
-MESSAGES = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+MESSAGES = "{# tool_calls #}{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
 
 
 def form(source: str, **options: Any) -> DialogueFormat:
@@ -59,7 +59,12 @@ def test_a_template_that_joins_arguments_as_text_gets_text() -> None:
     source = "{% for m in messages if m.tool_calls %}{% for c in m.tool_calls %}{{ '<' + c.function.arguments + '>' }}"
     assert form(source + "{% endfor %}{% endfor %}").turn(Dialogue(HISTORY)).prompt == '<{"x": 1}><{}>'
     with pytest.raises(UsageError, match="no such turn"):
-        form("{{ raise_exception('no such turn') }}").turn(Dialogue(HISTORY))
+        form("{# tool_calls #}{{ raise_exception('no such turn') }}").turn(Dialogue(HISTORY))
+
+
+def test_calls_that_the_template_would_lose_are_refused() -> None:
+    with pytest.raises(UsageError, match="the chat template of this model reads no tool_calls"):
+        form("{% for m in messages %}{{ m.content }}{% endfor %}").turn(Dialogue(HISTORY))
 
 
 def test_a_template_that_refuses_several_calls_gets_one_in_each_message() -> None:
@@ -202,7 +207,7 @@ def test_choices_that_are_none(choice: Any, said: str) -> None:
 )
 def test_malformed_dialogues(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(said)}"):
-        form("{{ tools }}<tool_call>").turn(Dialogue(**({"messages": []} | asked)))
+        form("{{ tools }}<tool_call>{# tool_calls #}").turn(Dialogue(**({"messages": []} | asked)))
 
 
 def test_parts_of_text_are_joined() -> None:

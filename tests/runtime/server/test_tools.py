@@ -21,7 +21,8 @@ from tests.support.fake import FakeLibrary, byte_tokenizer, fake_llm, ints
 SAID = [{"role": "user", "content": "x"}]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"path": "a b", "count": 2}}\n</tool_call>'
 REPLY = f"<think>\nLet me see.\n</think>\n\nSure.\n{CALL}\n{CALL.replace('search', 'noop')}"
-TEMPLATE = "?{# <tool_call> </think> #}{% if tools or documents or enable_thinking or reasoning_effort %}{% endif %}"
+READS = "{% if tools or documents or enable_thinking or reasoning_effort %}{% endif %}"
+TEMPLATE = "?{# <tool_call> </think> tool_calls #}" + READS
 """Its prompt is one token, so that the scripted reply begins with its first character."""
 
 PATH = "/v1/chat/completions"
