@@ -227,7 +227,7 @@ class LLM:
     def check(self, params: SamplingParams) -> None:
         """Raise UsageError for parameters that this model does not support."""
         check_supported(params, self.vocab_size, self.tokenizer is not None)
-        self.engine.bans(params)
+        self.engine.check_bans(params)
 
     def encode(
         self, prompt: object, cut: bool = False, special: bool = True, params: SamplingParams | None = None

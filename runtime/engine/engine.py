@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from qcompile.errors import UsageError
 from qcompile.runtime.detokenizer import Detokenizer
+from qcompile.runtime.engine.bans import BanReader
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.forward import sequence_logits
 from qcompile.runtime.engine.pending import PendingStep
@@ -26,13 +26,12 @@ from qcompile.runtime.engine.snapshots import Snapshots
 from qcompile.runtime.engine.speculative import Speculation
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.request import PromptReport, Request, RequestSpec, SequenceState, StreamState
-from qcompile.runtime.sampling.biases import NO_BANS, Bans, word_tokens
+from qcompile.runtime.sampling.biases import TokenBiases
 from qcompile.runtime.sampling.grammars import Grammars
 from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.sampling import FloatArray, Sampler, SamplingParams
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
-from qcompile.runtime.tokenizer import encode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -69,6 +68,7 @@ class Engine:
         self.postprocessor = Postprocessor(self.scheduler, tokenizer, eos)
         self.runner = StepRunner(executor, self.scheduler, self.postprocessor, self.speculation)
         self.grammars = Grammars(tokenizer, executor.limits.vocab, eos)
+        self._bans = BanReader(tokenizer, executor.limits.vocab)
         self._next_id = 0
         self._pending: PendingStep | None = None
         self._unpublished: list[Update] = []
@@ -99,11 +99,12 @@ class Engine:
         if reports_prompt and len(prompt) == 1:
             report.logprobs = [None]
         known, vocab = prompt if embeds is None else (), self.executor.limits.vocab
+        biases = self._bans.table(params, self.postprocessor.ends(params))
         request = Request(
             spec=RequestSpec(self._next_id, len(prompt), min(wanted, self.context), params),
             sequence=SequenceState(list(prompt), embeds=embeds),
             prompt_report=report,
-            sampler=Sampler(params, index, known, vocab, grammar and grammar.start(), self.bans(params)),
+            sampler=Sampler(params, index, known, vocab, grammar and grammar.start(), TokenBiases(biases)),
             output=CompletionOutput(index),
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             stream=StreamState(self._detokenizer(known, params), self._marks(params)),
@@ -118,20 +119,9 @@ class Engine:
             self.scheduler.add(request)
         return request
 
-    def bans(self, params: SamplingParams) -> Bans:
-        """What a request may not choose. Raises UsageError if that may leave no token, or needs a tokenizer."""
-        if not params.bans:
-            return NO_BANS
-        words: tuple[tuple[int, ...], ...] = ()
-        if params.bad_words:
-            if self.tokenizer is None:
-                raise UsageError("this artifact has no tokenizer: bad_words cannot be encoded")
-            words = word_tokens(params.bad_words, partial(encode, self.tokenizer, special=False))
-        allowed = None if params.allowed_token_ids is None else frozenset(params.allowed_token_ids)
-        ends = self.postprocessor.ends(params) if params.min_tokens else frozenset()
-        bans = Bans(allowed, ends, params.min_tokens, words)
-        bans.check(self.executor.limits.vocab)
-        return bans
+    def check_bans(self, params: SamplingParams) -> None:
+        """Raise UsageError if a request may come to a place where it may choose no token."""
+        self._bans.read(params, self.postprocessor.ends(params))
 
     def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
         return Detokenizer(self.tokenizer, prompt, bool(params.skip_special_tokens)) if self.tokenizer else None

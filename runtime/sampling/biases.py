@@ -7,9 +7,8 @@ biases for a whole call, so a call ends where they change (`TokenBiases.until`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -56,49 +55,65 @@ def word_tokens(words: Sequence[str], encode: Encode) -> tuple[tuple[int, ...], 
     return tuple(dict.fromkeys(found))
 
 
-class TokenBiases:
-    """The biases of one request along its output. given: by token number. vocab: size of the vocabulary."""
+class BiasTable:
+    """The biases that a request may have, which all samples of its prompt share.
+
+    given: by token number. vocab: size of the vocabulary.
+    """
 
     def __init__(self, given: Mapping[int, float] | None, bans: Bans, vocab: int) -> None:
-        self._given, self._bans = dict(given or {}), bans
-        always = {word[0] for word in bans.words if len(word) == 1}
-        self._words = [word for word in bans.words if len(word) > 1]
-        self._longest = max(map(len, self._words), default=1)
-        if bans.allowed is not None:
-            always |= set(range(vocab)) - bans.allowed
-        self._always = always
-        self._late = _bias(self._given, always)
-        self._early = _bias(self._given, always | bans.ends) if bans.least else self._late
+        self._given, self._vocab = dict(given or {}), vocab
+        self.least = bans.least
+        self.words = [word for word in bans.words if len(word) > 1]
+        self._always = {word[0] for word in bans.words if len(word) == 1}
+        self._allowed, self._ends = bans.allowed, bans.ends
+        self._late = self._without(set())
+        self._early = self._without(self._ends) if bans.least else self._late
+
+    def biases(self, early: bool, last: set[int]) -> Bias | None:
+        """The biases; None if there are none. early: whether no end may come yet. last: further banned tokens."""
+        if last:
+            return self._without(last | self._ends if early else last)
+        return self._early if early else self._late
+
+    def _without(self, more: Collection[int]) -> Bias | None:
+        """The biases if these tokens are banned besides those that always are."""
+        tokens: Collection[int] = self._always.union(more)
+        if self._allowed is not None:
+            banned = np.ones(self._vocab, bool)
+            banned[list(self._allowed)] = False
+            banned[list(tokens)] = True
+            tokens = np.flatnonzero(banned).tolist()
+        if not tokens and not self._given:
+            return None
+        every = dict(self._given) | dict.fromkeys(tokens, -np.inf)
+        return Bias(np.array(list(every), np.int32), np.array(list(every.values()), np.float32))
+
+
+class TokenBiases:
+    """The biases of one request along its output."""
+
+    def __init__(self, table: BiasTable) -> None:
+        self._table = table
+        self._longest = max(map(len, table.words), default=1)
         self._count = 0  # tokens of the output
         self._recent: list[int] = []  # the last of them
 
     def note(self, token: int) -> None:
         """Note that the token was appended to the output."""
         self._count += 1
-        if self._words:
+        if self._table.words:
             self._recent = [*self._recent, token][1 - self._longest :]
 
     def until(self, count: int) -> int | None:
         """The biases after `count` tokens of output hold until there are so many; None: to the end."""
-        if self._words:
+        if self._table.words:
             return count + 1
-        return self._bans.least if count < self._bans.least else None
+        return self._table.least if count < self._table.least else None
 
     def after(self, skipped: int, ahead: Sequence[int]) -> Bias | None:
         """The biases after the tokens noted, `skipped` unknown ones and those `ahead`; None if there are none."""
-        early = self._count + skipped + len(ahead) < self._bans.least
-        if not self._words:
-            return self._early if early else self._late
-        text = [*self._recent, *ahead]
-        ends = {word[-1] for word in self._words if text[len(text) - len(word) + 1 :] == [*word[:-1]]}
-        if not ends:
-            return self._early if early else self._late
-        return _bias(self._given, self._always | ends | (self._bans.ends if early else set()))
-
-
-def _bias(given: Mapping[int, float], banned: Any) -> Bias | None:
-    """The biases of tokens, minus infinity for those that are banned."""
-    every = dict(given) | dict.fromkeys(sorted(banned), -np.inf)
-    if not every:
-        return None
-    return Bias(np.array(list(every), np.int32), np.array(list(every.values()), np.float32))
+        early = self._count + skipped + len(ahead) < self._table.least
+        text = [*self._recent, *ahead] if self._table.words else []
+        last = {word[-1] for word in self._table.words if text[len(text) - len(word) + 1 :] == [*word[:-1]]}
+        return self._table.biases(early, last)

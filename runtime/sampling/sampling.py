@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from qcompile.errors import OverflowedError, UsageError, shown
 from qcompile.runtime.sampling.accept import Distribution, pick
-from qcompile.runtime.sampling.biases import NO_BANS, Bans, TokenBiases
+from qcompile.runtime.sampling.biases import NO_BANS, BiasTable, TokenBiases
 from qcompile.runtime.sampling.logprobs import MOST_REPORTED, empty_reports
 from qcompile.runtime.sampling.masks import GrammarState, Masks
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
@@ -351,7 +351,7 @@ class Sampler:
     """Draws the tokens of one request, with its parameters, its random generator, and the tokens seen so far.
 
     `index` numbers the samples of a prompt (n > 1): each has its own random stream from the same seed. `grammar`
-    follows the output if the parameters have structured outputs. `bans`: what it may not choose.
+    follows the output if the parameters have structured outputs. `biases`: None are those of the parameters.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class Sampler:
         prompt: Sequence[int],
         vocab: int,
         grammar: GrammarState | None = None,
-        bans: Bans = NO_BANS,
+        biases: TokenBiases | None = None,
     ) -> None:
         self.params, self._vocab, self._index, self.grammar = params, vocab, index, grammar
         self._ahead: deque[float] = deque()  # random numbers that `guess` or `draws` gave and `uniform` will return
@@ -369,7 +369,7 @@ class Sampler:
         """The tokens that penalties are for: of the prompt only if its repetition counts."""
         if params.repetition_penalty != 1 or params.counts:
             self._noted = Occurrences(prompt if params.repetition_penalty != 1 else ())
-        self.biases = TokenBiases(params.logit_bias, bans, vocab)
+        self.biases = biases or TokenBiases(BiasTable(params.logit_bias, NO_BANS, vocab))
         self._reports: DoubleArray | None = None
         self._taken: DoubleArray | None = None
         self._known: DoubleArray | None = None

@@ -11,7 +11,7 @@ import pytest
 from qcompile import SamplingParams
 from qcompile.errors import UsageError
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.sampling.biases import NO_BANS, Bans, TokenBiases, word_tokens
+from qcompile.runtime.sampling.biases import NO_BANS, Bans, BiasTable, TokenBiases, word_tokens
 from tests.support.fake import CONTEXT, EOS, VOCAB, byte_tokenizer, fake_llm, reference_logits
 
 pytestmark = pytest.mark.usefixtures("executors")
@@ -119,12 +119,15 @@ def test_words_as_the_tokenizer_encodes_them() -> None:
 
 
 def test_biases_change_where_a_call_ends() -> None:
-    biases = TokenBiases({5: 2.0}, Bans(frozenset({1, 2, 5, 6}), frozenset({6}), 2, ((5, 1), (2,))), 8)
+    biases = TokenBiases(
+        BiasTable({5: 2.0, 3: 1.0}, Bans(frozenset({1, 2, 5, 6}), frozenset({6}), 2, ((5, 1), (2,))), 8)
+    )
     assert biases.until(0) == 1 and biases.after(0, ()) is not None
 
     def banned(skipped: int = 0, ahead: Sequence[int] = ()) -> set[int]:
         found = biases.after(skipped, ahead)
-        assert found
+        assert found and len(set(found.tokens.tolist())) == len(found.tokens)
+        assert dict(zip(found.tokens.tolist(), found.values.tolist(), strict=True))[5] == 2
         return {int(token) for token, value in zip(*found, strict=True) if value == -np.inf}
 
     assert banned() == {0, 2, 3, 4, 6, 7} and banned(2) == {0, 2, 3, 4, 7}
@@ -133,9 +136,9 @@ def test_biases_change_where_a_call_ends() -> None:
     assert banned() == {0, 1, 2, 3, 4, 6, 7}
     biases.note(5)
     assert banned() == {0, 1, 2, 3, 4, 7}
-    early = TokenBiases(None, Bans(ends=frozenset({6}), least=2), 8)
+    early = TokenBiases(BiasTable(None, Bans(ends=frozenset({6}), least=2), 8))
     assert [early.until(count) for count in (0, 1, 2, 9)] == [2, 2, None, None]
-    assert TokenBiases(None, NO_BANS, 8).after(0, ()) is None
+    assert TokenBiases(BiasTable(None, NO_BANS, 8)).after(0, ()) is None
 
 
 def test_prompts_that_are_cut(llm: LLM) -> None:
