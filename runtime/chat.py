@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from qcompile.artifact.hashes import listed_file
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime.parsers.formats import tool_format
+from qcompile.runtime.sandbox import environment
 from qcompile.runtime.special_tokens import CONFIG, json_object, special_tokens
 
 if TYPE_CHECKING:
     from jinja2 import Template
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
     from tokenizers import Tokenizer
 
 Message = dict[str, Any]
@@ -52,9 +50,9 @@ class ChatTemplate:
         """The names of the variables that the templates read. Raises UsageError for one that is no template."""
         from jinja2 import TemplateError, meta
 
-        environment = _environment()
+        parse = environment().parse
         try:
-            trees = [environment.parse(source) for source in self._sources.values()]
+            trees = [parse(source) for source in self._sources.values()]
         except (TemplateError, RecursionError) as error:
             raise UsageError(f"the chat template is malformed: {error}") from error
         return frozenset().union(*map(meta.find_undeclared_variables, trees))
@@ -67,7 +65,7 @@ class ChatTemplate:
         values = self._special | {"tools": None, "documents": None, "add_generation_prompt": True} | variables
         try:
             if name not in self._compiled:
-                self._compiled[name] = _environment().from_string(self._sources[name])
+                self._compiled[name] = environment().from_string(self._sources[name])
             return self._compiled[name].render(messages=messages, **values)
         except (TemplateError, *_CAUSED) as error:
             raise UsageError(f"the chat template does not take this conversation: {error}") from error
@@ -101,43 +99,6 @@ def closing_tokens(render: Render, tokenizer: Tokenizer | None) -> list[int]:
     added = tokenizer.get_added_tokens_decoder()
     fitting = [token for token, each in added.items() if found and rest.startswith(each.content)]
     return [max(fitting, key=lambda token: len(added[token].content))] if fitting else []
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that templates expect: Jinja with transformers' additional functions, filter and tag."""
-    from jinja2 import TemplateError
-    from jinja2.ext import Extension
-    from jinja2.nodes import Node, Scope
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks the assistant's text for training; here its content is rendered as it is."""
-
-        tags = {"generation"}  # noqa: RUF012, as Jinja declares it
-
-        def parse(self, parser: Parser) -> Node:
-            line = next(parser.stream).lineno
-            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def refuse(reason: str) -> None:
-        raise TemplateError(reason)
-
-    def now(form: str) -> str:
-        return datetime.now().strftime(form)
-
-    def as_json(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        """JSON without the HTML escapes of Jinja's own `tojson`."""
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.globals |= {"raise_exception": refuse, "strftime_now": now}
-    environment.filters["tojson"] = as_json
-    return environment
 
 
 def _template_sources(out: Path, files: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:

@@ -72,6 +72,8 @@ def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:
         "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(ensure_ascii=true) }}{% endfor %}",
         "{{ messages | tojson(indent=2) }}{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}",
         "{{ mask_token }}{{ unk_token }}{{ sep_token }}",
+        "{% set ns = namespace(a=1, self=2) %}{% set ns.b = ns.a + ns.self %}{{ ns.b }}",
+        "{{ dict(a=1) | tojson }}{{ dict([('b', 2)]).b }}{{ dict.fromkeys(['c']) | tojson }}",
     ],
 )
 def test_a_chat_template_finds_what_transformers_gives_it(template: str, tmp_path: Path) -> None:
@@ -81,6 +83,22 @@ def test_a_chat_template_finds_what_transformers_gives_it(template: str, tmp_pat
     expected, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **special)
     render = chat.chat_template(tmp_path, listed(tmp_path))
     assert render and render(messages) == expected[0]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set ns = namespace(_a=1) %}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ dict.mro() }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ range(10 ** 9) | list }}",
+    ],
+)
+def test_a_chat_template_has_no_way_out(template: str) -> None:
+    with pytest.raises(UsageError, match="the chat template does not take this conversation"):
+        chat.ChatTemplate({"default": template}, {})([{"role": "user", "content": "hi"}])
 
 
 def test_a_chat_template_is_one_of_the_artifacts_files(tmp_path: Path) -> None:
