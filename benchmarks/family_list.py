@@ -280,6 +280,24 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
     ("deepseek_v32, within its top keys", "deepseek_v32", COMMON | GROUPED | SELECTED),
     ("glm_moe_dsa, within its top keys", "glm_moe_dsa", COMMON | GROUPED | SELECTED),
     (
+        "hy_v4, streams, within its top keys",
+        "hy_v4",
+        COMMON
+        | GROUPED
+        | SELECTED
+        | {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"], "hc_mult": 3}
+        | {"indexer_types": ["full", "full", "shared"], "n_group": 1, "topk_group": 1, "moe_intermediate_size": 96},
+    ),
+    (
+        "gemma3n_text, streams, shared keys, sparse gates",
+        "gemma3n_text",
+        HEAD
+        | {"num_hidden_layers": 5, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]}
+        | {"num_kv_shared_layers": 2, "sliding_window": 16, "activation_sparsity_pattern": [0.95, 0.0, 0.9, 0.0, 0.0]}
+        | {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 320, "laurel_rank": 20}
+        | {"altup_num_inputs": 3, "altup_active_idx": 1, "final_logit_softcapping": 30.0},
+    ),
+    (
         "llama4_text, chunks, and layers without rope",
         "llama4_text",
         HEAD
