@@ -116,7 +116,7 @@ class RequestOutput:
 
     prompt: None if the caller gave token numbers. speculation: None without drafts. prompt_logprobs: None unless the
     caller asked for them and the whole prompt is computed; then for each of its tokens as `CompletionOutput.logprobs`,
-    but None for the first token.
+    but None for the first token. dropped_tokens: tokens of samples that best_of left out.
     """
 
     request_id: int
@@ -127,3 +127,9 @@ class RequestOutput:
     metrics: RequestMetrics
     speculation: SpeculationMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    dropped_tokens: int = 0
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of all samples that were generated."""
+        return self.dropped_tokens + sum(len(sample.token_ids) for sample in self.outputs)

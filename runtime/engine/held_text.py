@@ -40,7 +40,7 @@ class HeldText(NamedTuple):
         parts, at = [], 0
         for start, after in self.hidden:
             parts.append(self.text[at : min(start, end)])
-            at = min(after, end)
+            at = after
         return "".join(parts) + self.text[at:end]
 
     def possible_stop(self, stops: Sequence[str]) -> int:

@@ -62,13 +62,15 @@ class PromptSamples:
             self._sent[at] = len(now.text)
             finished = finished and now.finish_reason is not None
             drafted = drafted or request.drafts.metrics.rounds > 0
+        kept, dropped = outputs, 0
         if len(outputs) > self._params.n:
-            outputs = _best(outputs, self._params)
+            kept = _best(outputs, self._params)
+            dropped = sum(len(one.token_ids) for one in outputs) - sum(len(one.token_ids) for one in kept)
         speculation = _sum(request.drafts.metrics for request in self.requests) if drafted else None
         prompt_logprobs = self.requests[0].prompt_report.logprobs
         metrics = self._metrics(finished)
         return RequestOutput(
-            self.number, self.prompt, self.tokens, outputs, finished, metrics, speculation, prompt_logprobs
+            self.number, self.prompt, self.tokens, kept, finished, metrics, speculation, prompt_logprobs, dropped
         )
 
     def _metrics(self, finished: bool) -> RequestMetrics:

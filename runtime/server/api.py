@@ -180,7 +180,7 @@ class CompletionRequest(Common):
 def usage(outputs: Collection[RequestOutput]) -> dict[str, Any]:
     """The token counts of a response."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    completion = sum(output.generated_tokens for output in outputs)
     counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     return counts | {"prompt_tokens_details": {"cached_tokens": sum(out.metrics.cached_tokens for out in outputs)}}
 

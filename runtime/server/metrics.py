@@ -51,7 +51,7 @@ class Metrics:
         times, samples = output.metrics, output.outputs
         self._prompt.inc(len(output.prompt_token_ids))
         self._cached.inc(times.cached_tokens)
-        self._generated.inc(sum(len(sample.token_ids) for sample in samples))
+        self._generated.inc(output.generated_tokens)
         for sample in samples:
             self._samples.labels(sample.finish_reason).inc()
         if times.first_token_time:  # else only the prompt's log probabilities were asked for
@@ -65,7 +65,7 @@ class Metrics:
 
     def cancelled(self, output: RequestOutput) -> None:
         """Count a prompt that was cancelled: its client left, its logits are not finite, or the server shuts down."""
-        self._generated.inc(sum(len(sample.token_ids) for sample in output.outputs))
+        self._generated.inc(output.generated_tokens)
         for sample in output.outputs:
             self._samples.labels(sample.finish_reason).inc()
 

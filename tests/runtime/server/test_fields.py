@@ -71,7 +71,9 @@ def test_the_best_of_several_samples(client: Client, llm: LLM) -> None:
     found = llm.generate("ab", n=2, best_of=6, **options)[0].outputs
     assert [each.text for each in found] == ordered[:2] and [each.index for each in found] == [0, 1]
     assert found[0].logprobs is None and found[0].cumulative_logprob is None
-    choices = client.complete("ab", n=2, best_of=6, logprobs=1, **options)["choices"]
+    response = client.complete("ab", n=2, best_of=6, logprobs=1, **options)
+    choices = response["choices"]
+    assert response["usage"]["completion_tokens"] == sum(len(each.token_ids) for each in every)
     assert [choice["text"] for choice in choices] == ordered[:2] and [choice["index"] for choice in choices] == [0, 1]
     assert len(choices[0]["logprobs"]["tokens"]) > 0
     with pytest.raises(UsageError, match="best_of 6 above n cannot be streamed"):
