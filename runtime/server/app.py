@@ -87,6 +87,7 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
 
     `ready` is called once the server listens and a signal ends it in order.
     """
+    served.dialogues()  # an unknown parser is refused before the model is lent
     service = Service(served.llm, served.max_waiting)
     config = uvicorn.Config(
         create_app(served, service),

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from qcompile.errors import UsageError
 from qcompile.runtime.chat import ChatTemplate
 from qcompile.runtime.dialogue import Dialogue, DialogueFormat
 from qcompile.runtime.messages import MessageStream
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from qcompile.runtime.server import app
 from qcompile.runtime.server.chat_replies import ChatReply
 from tests.runtime.server.test_server import Client, serving
 from tests.support.conversations import TOOLS
@@ -197,6 +199,15 @@ def test_a_parser_may_be_named(say: Say) -> None:
         assert chat(client, tools=TOOLS)["message"]["tool_calls"][0]["function"]["arguments"] == '{"path": "x"}'
         say("<think>a</think>b")
         assert chat(client)["message"]["reasoning_content"] == "a"
+
+
+def test_an_unknown_parser_is_refused_before_the_server_begins() -> None:
+    template = ChatTemplate({"default": TEMPLATE}, {})
+    with fake_llm(tokenizer=TOKENIZER) as llm, app.bind("127.0.0.1", 0) as listening:
+        for options in ({"tool_parser": "x"}, {"reasoning_parser": "x"}):
+            with pytest.raises(UsageError, match=r"there is no (tool|reasoning)-parser 'x': use one of "):
+                app.serve(app.Served(llm, "tiny", template, **options), listening)
+        assert llm.generate("x", max_tokens=1)
 
 
 @pytest.mark.parametrize(
