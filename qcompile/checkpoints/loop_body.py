@@ -79,7 +79,11 @@ class Recorder:
     _writes: list[dict[int, tuple[Ref, int]]] = field(default_factory=list)
 
     def begin(self, iteration: int) -> None:
-        """The loop begins its iteration number `iteration`."""
+        """The loop begins its iteration number `iteration`, which it may have begun for another of its iterators."""
+        if iteration < len(self.steps) - 1:
+            raise refused("goes on with an iterator over tokens that it did not go on with before")
+        if iteration == len(self.steps) - 1:
+            return
         self.steps.append([])
         self._writes.append({})
 
@@ -110,7 +114,7 @@ class Recorder:
         if name == "__getitem__" and (taken := self._take(args[0], args[1])) is not None:
             return taken
         if name == "select" and len(args) == 3 and isinstance(args[2], TokenNumber):
-            return self._part(args[0], args[1], args[2])
+            return self.part(args[0], args[1], args[2])
         if name == "__setitem__":
             if self.block:
                 raise refused("writes results of blocks into a tensor: concatenate them")
@@ -155,7 +159,7 @@ class Recorder:
             return None
         dim, where = self._dimension(source, where)
         place, keeps = where[dim], isinstance(where[dim], slice)
-        part = self._part(source, dim, place.start if keeps else place, keeps)
+        part = self.part(source, dim, place.start if keeps else place, keeps)
         rest = [slice(None) if keeps and at == dim else item for at, item in enumerate(where) if keeps or at != dim]
         if all(item == slice(None) for item in rest):
             return part
@@ -173,7 +177,7 @@ class Recorder:
         (dim,) = [place for place, item in enumerate(where) if _is_place(item)] or [-1]
         return dim, where
 
-    def _part(self, source: Tensor, dim: int, place: TokenNumber, keeps: bool = False) -> Tensor:
+    def part(self, source: Tensor, dim: int, place: TokenNumber, keeps: bool = False) -> Tensor:
         """The part of one token of an outside tensor."""
         dim %= source.dim()
         if self.made(source) or repr(source.shape[dim]) != repr(self.tokens):

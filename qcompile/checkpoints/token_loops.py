@@ -65,20 +65,32 @@ class TokenLoops(TorchFunctionMode):
 
     def places(self, name: str, block: int | None = None) -> Iterator[TokenNumber | BlockNumber]:
         """What the loop `name` over all tokens, or over all blocks of `block` tokens, iterates over."""
-        self._name = name
         if self._recorder is not None:
-            raise refused("is inside another loop over tokens")
-        self._recorder = recorder = Recorder(self.batch, self.tokens, self._zeros, block)
+            raise refused("contains another loop over tokens")
+        for recorder in self._iterations(name, block):
+            yield TokenNumber(recorder) if block is None else BlockNumber(recorder)
+
+    def parts(self, source: Tensor, dim: int, name: str) -> Iterator[Tensor]:
+        """The parts of `source` for each token, which a loop iterates over; together with others, as in zip."""
+        for recorder in self._iterations(name, None):
+            yield recorder.part(source, dim, TokenNumber(recorder))
+
+    def _iterations(self, name: str, block: int | None) -> Iterator[Recorder]:
+        """The recorder in each iteration of a loop, which several iterators may go through together."""
+        self._name = name
+        recorder = self._recorder or Recorder(self.batch, self.tokens, self._zeros, block)
+        self._recorder = recorder
         try:
             for number in range(ITERATIONS):
                 recorder.begin(number)
-                yield TokenNumber(recorder) if block is None else BlockNumber(recorder)
+                yield recorder
         except GeneratorExit:  # an error raised here would be lost
-            self._ended = True
+            self._ended = self._ended or self._recorder is recorder
             return
         finally:
-            self._recorder = None
-        self._finish(recorder)
+            ends, self._recorder = self._recorder is recorder, None
+        if ends:
+            self._finish(recorder)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,6 +103,10 @@ class TokenLoops(TorchFunctionMode):
             return self._recorder.call(func, name, args, kwargs)
         if self._finished and (found := self._after(name, args, kwargs)) is not None:
             return found
+        if name == "unbind" and isinstance(args[0], Tensor):
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            if self.covers(args[0].shape[dim]):
+                return TokenParts(self, args[0], dim)
         result = func(*args, **kwargs)
         self._note_zeros(name, args, result)
         return result
@@ -99,9 +115,9 @@ class TokenLoops(TorchFunctionMode):
         return self._written[id(item)][1] if id(item) in self._written else item
 
     def _note_zeros(self, name: str, args: Any, result: Any) -> None:
-        """Remember tensors of zeros, and forget those that are changed."""
-        if name.endswith("_") and not name.startswith("__") and args:
-            self._zeros.pop(id(args[0]), None)
+        """Remember tensors of zeros, until one is changed: others may be views of it."""
+        if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
+            self._zeros.clear()
         kept = name in _KEEPS_ZEROS and id(args[0]) in self._zeros
         full = name in ("full", "full_like", "new_full") and len(args) > 1 and type(args[1]) in (int, float)
         if name in ("zeros", "zeros_like", "new_zeros") or kept or (full and args[1] == 0):
@@ -127,6 +143,23 @@ class TokenLoops(TorchFunctionMode):
                 raise refused(f"leaves a value of one token, which {name} uses after it")
             return recurrence.stacked(step, dim) if name == "stack" else recurrence.joined(step, dim)
         return None
+
+
+class TokenParts:
+    """The parts of `source` for each token along `dim`: what unbind gives, for a number of tokens that is not known."""
+
+    def __init__(self, loops: TokenLoops, source: Tensor, dim: int) -> None:
+        self._loops, self._source, self._dim = loops, source, dim
+
+    def __iter__(self) -> Iterator[Tensor]:
+        code, line = sys._getframe(1).f_code, sys._getframe(1).f_lineno
+        return self._loops.parts(self._source, self._dim, f"the loop over tokens in {code.co_qualname} (line {line})")
+
+    def __len__(self) -> int:
+        raise refused("counts the parts of tokens: use range over the number of tokens")
+
+    def __getitem__(self, _: Any) -> Any:
+        raise refused("takes single parts of tokens out of a tensor")
 
 
 # ---- range ---------------------------------------------------------------------------------------------

@@ -113,6 +113,21 @@ class Delta(Loop):
         return torch.stack(out, 1).flatten(2)
 
 
+class Normalized(Loop):
+    """Linear attention over positive keys, divided by the sum of its weights, by the parts that unbind gives."""
+
+    def recur(self, x: Tensor) -> Tensor:
+        q, k = (torch.sigmoid(each(x).unflatten(-1, (HEADS, SIZE))) for each in (self.q, self.k))
+        v = self.v(x).unflatten(-1, (HEADS, WIDTH))
+        state, total = torch.zeros(x.shape[0], HEADS, SIZE, WIDTH), torch.zeros(x.shape[0], HEADS, SIZE)
+        out = []
+        for q_t, k_t, v_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=False):
+            state = 0.9 * state + torch.einsum("bhk,bhd->bhkd", k_t, v_t)
+            total = 0.9 * total + k_t
+            out.append(torch.einsum("bhk,bhkd->bhd", q_t, state) / (q_t * total).sum(-1, keepdim=True))
+        return torch.stack(out, 1).flatten(2)
+
+
 class Blocks(Loop):
     """Linear attention by blocks of tokens, with tables of decays for the tokens of a block."""
 
@@ -142,4 +157,6 @@ class Blocks(Loop):
         return torch.cat(out, -2).transpose(1, 2).flatten(2)
 
 
-KINDS: dict[str, type[Loop]] = {kind.__name__: kind for kind in (Gru, Moving, Fixed, Matrix, Gated, Delta, Blocks)}
+KINDS: dict[str, type[Loop]] = {
+    kind.__name__: kind for kind in (Gru, Moving, Fixed, Matrix, Gated, Delta, Blocks, Normalized)
+}

@@ -24,13 +24,14 @@ from tests.support.token_loops import HEADS, KINDS, SIZE, WIDTH, Blocks, Loop
 @pytest.mark.parametrize("name", KINDS)
 def test_a_recurrence_that_is_in_no_library(name: str) -> None:
     graph = right(modules.randomized(KINDS[name]()))
-    (node,) = graph.calls("linear_recurrence")
+    *others, node = sorted(graph.calls("linear_recurrence"), key=lambda call: ops.operand(call, "v").meta["val"].shape)
+    assert len(others) == (name == "Normalized")
     given = ops.operands(node)
-    matrix = name in ("Matrix", "Gated", "Delta", "Blocks")
+    matrix = name in ("Matrix", "Gated", "Delta", "Blocks", "Normalized")
     assert given.v.meta["val"].shape[2:] == ((HEADS, WIDTH) if matrix else (HEADS * WIDTH, 1))
     assert given.k.meta["val"].shape[2:] == ((HEADS, SIZE) if matrix else (1, 1))
     assert given.delta == (name == "Delta")
-    assert (given.rates is not None) == (name in ("Fixed", "Matrix", "Blocks"))
+    assert (given.rates is not None) == (name in ("Fixed", "Matrix", "Blocks", "Normalized"))
 
 
 class OneByOne(Loop):
@@ -67,6 +68,12 @@ def started(self: OneByOne, v: Tensor) -> Tensor:
     return torch.ones(v.shape[0], HEADS * WIDTH)
 
 
+def changed(self: OneByOne, v: Tensor) -> Tensor:
+    h = torch.zeros(v.shape[0], HEADS * WIDTH)
+    h[:, 0] = 1.0
+    return h
+
+
 def in_place(self: OneByOne, h: Tensor, z: Tensor, v: Tensor, t: Any) -> Tensor:
     h *= z[:, t]
     return h + v[:, t]
@@ -87,6 +94,8 @@ def stops(self: OneByOne, x: Tensor) -> Any:
 
 
 REFUSED: dict[str, tuple[type[Loop], str]] = {
+    "changed zeros": (kind(start=changed), "does not start from torch.zeros"),
+    "single part": (kind(over=lambda self, x: [x.unbind(1)[0]]), "takes single parts"),
     "tanh": (
         kind(step=lambda self, h, z, v, t: torch.tanh(z[:, t] * h + v[:, t])),
         "not update linearly, because of tanh",
