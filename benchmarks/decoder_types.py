@@ -159,8 +159,8 @@ def main() -> int:
     rows = read_rows()
     if not options.table:
         place, shards = map(int, options.shard.split("/"))
-        open_rows = [k for k in all_types() if k not in rows or rows[k]["outcome"] in options.again]
-        do(options.only or open_rows[place - 1 :: shards])
+        mine = all_types()[place - 1 :: shards]  # whatever other shards have done meanwhile
+        do(options.only or [k for k in mine if k not in rows or rows[k]["outcome"] in options.again])
         rows = read_rows()
     else:
         write_table(rows)
