@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from qcompile.errors import UsageError
+from qcompile.runtime.detokenizer import Detokenizer
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling import grammars
 from qcompile.runtime.sampling.grammars import Grammars
@@ -256,3 +258,51 @@ def test_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("a", "b", "a", "c", "a", "b"):
         made.compile(StructuredOutputsParams(regex=text))
     assert [source.text for source in compiled] == ["a", "b", "c", "b"]
+
+
+def trained(kind: str) -> Tokenizer:
+    """A tokenizer with merges. "fallback": with tokens of single bytes and spaces as letters, as of SentencePiece."""
+    if kind == "words":
+        return Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    texts = ['{"name": "x é", "size": 12}', "hello world 你好 def main(): return 1"] * 9
+    tokenizer = Tokenizer(models.BPE(byte_fallback=kind == "fallback", unk_token="<unk>"))
+    special = ["<eos>", "<unk>"]
+    if kind == "fallback":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(parts)
+        tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=200, special_tokens=special))
+        tokenizer.add_tokens([f"<0x{byte:02X}>" for byte in range(256)])
+        return tokenizer
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["bytes", "fallback"])
+def test_random_outputs_of_tokenizers_with_merges_fit(kind: str) -> None:
+    """Any allowed tokens give texts that fit. The model's vocabulary is larger than the tokenizer's."""
+    tokenizer, random = trained(kind), np.random.default_rng(0)
+    vocab = tokenizer.get_vocab_size() + 37
+    grammar = Grammars(tokenizer, vocab, [0]).compile(StructuredOutputsParams(json=SCHEMA))
+    ended = longest = 0
+    for _ in range(30):
+        state, tokens, written = grammar.start(), [], Detokenizer(tokenizer, tokenizer.encode("x =").ids)
+        while len(tokens) < 80 and 0 not in tokens:
+            allowed = np.flatnonzero(np.isfinite(state.masked(np.zeros(vocab, np.float32))))
+            assert allowed.max() < tokenizer.get_vocab_size()
+            tokens.append(int(random.choice(allowed)))
+            longest = max(longest, len(tokenizer.decode(tokens[-1:])))
+            state.note(tokens[-1])
+        if 0 in tokens:
+            ended += 1
+            assert valid({"json": SCHEMA}, written.push(tokens, last=True))
+    assert ended > 3 and longest > 1
+
+
+def test_tokenizers_whose_tokens_are_no_bytes_are_refused() -> None:
+    with pytest.raises(UsageError, match="not supported with this tokenizer: can't determine decoder type"):
+        Grammars(trained("words"), 2, [0]).compile(StructuredOutputsParams(regex="a"))
