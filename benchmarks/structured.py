@@ -12,8 +12,10 @@ rounds in which plain and confined decoding take turns.
 from __future__ import annotations
 
 import argparse
+import calendar
 import json
 import random
+import re
 import statistics
 import sys
 import time
@@ -89,12 +91,35 @@ def root_schema(draw: random.Random) -> dict[str, Any]:
     return made
 
 
+def is_date(text: str) -> bool:
+    """Whether a text is a date by RFC 3339, which has a year 0; Python has none."""
+    if not re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text):
+        return False
+    year, month, day = map(int, text.split("-"))
+    return 1 <= month <= 12 and 1 <= day <= calendar.monthrange(2000 + year % 400, month)[1]
+
+
+def is_time(text: str) -> bool:
+    """Whether a text is a time by RFC 3339; jsonschema knows none with an offset."""
+    hour, minute = "([01][0-9]|2[0-3])", "[0-5][0-9]"
+    second, offset = r"([0-5][0-9]|60)(\.[0-9]+)?", f"([zZ]|[+-]{hour}:{minute})"
+    return re.fullmatch(f"{hour}:{minute}:{second}{offset}", text) is not None
+
+
+def is_date_time(text: str) -> bool:
+    """Whether a text is a date and a time by RFC 3339."""
+    return is_date(text[:10]) and text[10:11] in ("T", "t", " ") and is_time(text[11:])
+
+
 def asked_schemas(count: int) -> list[Asked]:
     """So many requests for random schemas."""
     validators, draw = import_module("jsonschema"), random.Random(0)
+    checker = validators.FormatChecker()
+    for name, check in (("date", is_date), ("time", is_time), ("date-time", is_date_time)):
+        checker.checks(name)(lambda value, check=check: not isinstance(value, str) or check(value))
 
     def fits(wanted: dict[str, Any]) -> Callable[[str], bool]:
-        validator = validators.Draft202012Validator(wanted, format_checker=validators.FormatChecker())
+        validator = validators.Draft202012Validator(wanted, format_checker=checker)
         return lambda text: validator.is_valid(json.loads(text))
 
     made = [root_schema(draw) for _ in range(count)]

@@ -67,7 +67,9 @@ def interpret_rows(vocab: int) -> None:
         state = GRAMMAR.start()
         masked = index != 1
         first = 10
-        draws.append(GREEDY._replace(first=first, masks=Masks(state, 4, draft[:after]) if masked else None))
+        draws.append(
+            GREEDY._replace(first=first, masks=Masks(state, 4, draft[: after * (index % 2)]) if masked else None)
+        )
         tokens = [5] * (known + 1) + draft[:after]
         sequences.append(Rows(tokens, first - known, (), known + 1 + after))
         fresh = Remainders()
@@ -107,7 +109,7 @@ def interpret_engine(how: str) -> None:
     machine = Machine.drafted(decoder(**SMALL), how, pages=9)
     common: dict[str, Any] = {"max_tokens": 4, "structured_outputs": {"regex": "a"}}
     params = [
-        SamplingParams(temperature=0, **common),
+        SamplingParams(temperature=0, logprobs=1, **common),
         SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
         SamplingParams(temperature=1.5, top_k=5, seed=1, **common),
         SamplingParams(temperature=0, repetition_penalty=1.4, logprobs=2, **common),

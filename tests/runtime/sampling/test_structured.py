@@ -133,10 +133,13 @@ def test_a_state_goes_back_after_drafts() -> None:
     """Random tokens ahead, allowed or not, and random notes: each mask is that of a new state that noted the text."""
     random = np.random.default_rng(0)
     made = Grammars(byte_tokenizer(), VOCAB, [EOS])
-    asked = StructuredOutputsParams(json=SCHEMA)
     text: list[int] = []
+    asked = StructuredOutputsParams(json=SCHEMA)
     state, seen = made.compile(asked).start(), set()
-    for _ in range(300):
+    for turn in range(300):
+        if not text:
+            asked = (StructuredOutputsParams(json=SCHEMA), StructuredOutputsParams(regex="[ab]{0,30}"))[turn % 2]
+            state = made.compile(asked).start()
         ahead: list[int] = []
         fresh = made.compile(asked).start()
         for token in text:
@@ -150,20 +153,18 @@ def test_a_state_goes_back_after_drafts() -> None:
                 break
             fresh.note(token)
         got = mask_of(state, ahead)
-        excluded = bool(ahead) and (ahead[-1] not in allowed or ahead[-1] == EOS)
-        assert got == ([2**32 - 1] * WORDS if excluded else mask_of(fresh, []))
-        seen.add(excluded)
+        ends, excluded = EOS in ahead, bool(ahead) and ahead[-1] not in allowed
+        assert got == ([2**32 - 1] * WORDS if ends or excluded else mask_of(fresh, []))
+        seen.add((ends, excluded))
         kept = ahead[: int(random.integers(0, len(ahead) + 1))]
-        if len(kept) == len(ahead) and excluded:
+        if len(kept) == len(ahead) and (ends or excluded):
             kept = kept[:-1]
         for token in kept:
             state.note(token)
-        text = text + kept if len(text) < 40 else []
-        state = state if text else made.compile(asked).start()
-    assert seen == {True, False}
+        text = text + kept if len(text) < 25 else []
+    assert seen == {(False, False), (True, False), (False, True)}
 
 
-@pytest.mark.parametrize("draws", [True, False])
 def test_a_grammar_beyond_limits_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch, draws: bool) -> None:
     llm.executor.draws = llm.engine.scheduler.draws = draws
     monkeypatch.setattr(grammars, "_LIMITS", {"max_lexer_states": 20, "verbose_errors": False})
