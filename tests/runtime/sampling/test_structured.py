@@ -165,6 +165,7 @@ def test_a_state_goes_back_after_drafts() -> None:
     assert seen == {(False, False), (True, False), (False, True)}
 
 
+@pytest.mark.parametrize("draws", [True, False])
 def test_a_grammar_beyond_limits_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch, draws: bool) -> None:
     llm.executor.draws = llm.engine.scheduler.draws = draws
     monkeypatch.setattr(grammars, "_LIMITS", {"max_lexer_states": 20, "verbose_errors": False})
