@@ -75,8 +75,10 @@ class Engine:
 
     def end_at(self, tokens: Iterable[int]) -> None:
         """Let these tokens end a text, too."""
-        self.postprocessor.eos |= frozenset(tokens)
-        self.grammars.end_at(self.postprocessor.eos)
+        known, eos = self.postprocessor.eos, self.postprocessor.eos.union(tokens)
+        if eos != known:  # grammars that are compiled for other ends are forgotten
+            self.postprocessor.eos = eos
+            self.grammars.end_at(eos)
 
     def add(
         self,

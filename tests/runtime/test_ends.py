@@ -140,3 +140,6 @@ def test_structured_outputs_end_with_added_tokens_too(monkeypatch: pytest.Monkey
         llm.end_at([END])
         after = llm.generate("x", **options)[0].outputs[0]
         assert END not in before.token_ids and (after.text, after.token_ids[-1]) == ("ab", END)
+        kept = dict(llm.engine.grammars._kept)
+        llm.end_at([END])  # known already: grammars stay compiled
+        assert kept and dict(llm.engine.grammars._kept) == kept
