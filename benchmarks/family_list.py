@@ -142,6 +142,13 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
         | {"n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 3, "expert_ffn_hidden_size": 96, "num_layers": 2}
         | {"ffn_hidden_size": 352, "num_key_value_heads": 8, "head_dim": 16},
     ),
+    (  # the embedding of a padding token would be 0, and all its experts as good
+        "jetmoe",
+        "jetmoe",
+        EXPERTS
+        | {"kv_channels": 32, "num_key_value_heads": 4, "num_attention_heads": 8, "intermediate_size": 96}
+        | {"pad_token_id": None},
+    ),
     ("aria_text", "aria_text", HEAD | {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 2}),
     ("phimoe", "phimoe", EXPERTS | {"intermediate_size": 96, "router_jitter_noise": 0.2}),
     ("flex_olmo", "flex_olmo", EXPERTS | {"intermediate_size": 96}),

@@ -111,6 +111,7 @@ EXCEPTIONS: dict[str, Settings] = {
     },
     "glm5_next_text": {"index_topk": 16},
     "granitemoehybrid": HYBRID,
+    "jetmoe": {"pad_token_id": None},  # its embedding would be 0, and all experts as good for it
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "mamba2": {"num_heads": 16, "head_dim": HEAD, "n_groups": 1},
     "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},

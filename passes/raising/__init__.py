@@ -30,7 +30,8 @@ For an ATen operator that is missing, or for another way to write a known operat
 
 1. Write the handler in the file of its concept: layout, selection, concatenation, memory (copies and views);
    embeddings, positions, rotary, lengths, complex_numbers (functions of the position); elementwise, activations, norms,
-   formulas, linear; attention, written_attention, masks; recurrent, decays; routers, one_by_one, experts, scattered. A
+   formulas, linear; attention, written_attention, masks; recurrent, decays; routers, one_by_one, experts, scattered,
+   sorted_pairs. A
    pattern is recognized from its last operator, with `is_call`, `strip` and `both_orders` of nodes.py.
 2. Add it to the line of its operator in `HANDLERS`: special cases first, the general rule last.
 3. Test in tests/passes/raising/ that a module with it has the same logits and the expected operators, and that similar
@@ -68,6 +69,7 @@ from qcompile.passes.raising import (
     routers,
     scattered,
     selection,
+    sorted_pairs,
     written_attention,
 )
 from qcompile.passes.raising.walk import Handler, raise_graph
@@ -84,7 +86,13 @@ _MULTIPLY: tuple[Handler, ...] = (
     activations.mish,
     elementwise.multiply,
 )
-_DIVIDE: tuple[Handler, ...] = (routers.normalize, elementwise.divide, norms.quotient_norm, elementwise.quotient)
+_DIVIDE: tuple[Handler, ...] = (
+    sorted_pairs.tokens,
+    routers.normalize,
+    elementwise.divide,
+    norms.quotient_norm,
+    elementwise.quotient,
+)
 _MATMUL: tuple[Handler, ...] = (
     scattered.expert_linear,
     experts.expert_linear,
@@ -93,7 +101,13 @@ _MATMUL: tuple[Handler, ...] = (
     formulas.token_product,
     written_attention.written_attention,
 )
-_CAT: tuple[Handler, ...] = (norms.norms_of_heads, one_by_one.join_slots, concatenation.cat, concatenation.cat_several)
+_CAT: tuple[Handler, ...] = (
+    sorted_pairs.joined,
+    norms.norms_of_heads,
+    one_by_one.join_slots,
+    concatenation.cat,
+    concatenation.cat_several,
+)
 
 HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     # copies and casts
@@ -131,7 +145,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     # parts of tensors
     "chunk": (selection.split,),
     "getitem": (selection.getitem,),
-    "index": (experts.chosen_weights, embeddings.index_rows, selection.index),
+    "index": (sorted_pairs.in_order, experts.chosen_weights, embeddings.index_rows, selection.index),
     "index_select": (embeddings.index_select_rows, selection.index_select),
     "narrow": (memory.part, selection.narrow),
     "repeat": (scattered.repeat_for_experts, selection.repeat),
@@ -139,10 +153,16 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "select": (selection.select,),
     "slice": (memory.part, embeddings.first_rows, recurrent.padded_conv, selection.slice_),
     "split": (selection.split,),
-    "split_with_sizes": (selection.split,),
+    "split_with_sizes": (
+        sorted_pairs.parts,
+        selection.split,
+    ),
     "tensor_split": (selection.split,),
     "tile": (scattered.repeat_for_experts, selection.repeat),
-    "unbind": (selection.split,),
+    "unbind": (
+        sorted_pairs.single_counts,
+        selection.split,
+    ),
     # tensors from parts
     "cat": _CAT,
     "concat": _CAT,
@@ -217,7 +237,10 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "baddbmm": (linear.baddbmm,),
     "bmm": _MATMUL,
     "einsum": (linear.einsum,),
-    "linear": (linear.linear,),
+    "linear": (
+        sorted_pairs.product,
+        linear.linear,
+    ),
     "matmul": _MATMUL,
     "mm": (linear.matmul, positions.outer_matmul, written_attention.written_attention),
     "qcompile::attention": (attention.attention,),
@@ -229,15 +252,17 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "qcompile::log_decay": (decays.log_decay,),
     "qcompile::linear_recurrence": (recurrent.linear_recurrence,),
     # experts
+    "index_add": (sorted_pairs.add_back,),
+    "sort": (sorted_pairs.sort,),
     "_softmax": (one_by_one.shares, routers.softmax),
     "amax": (routers.best, lengths.largest_position),
     "argmax": (routers.best,),
     "gather": (one_by_one.share_of_best, routers.pick, embeddings.gather_rows),
     "masked_fill": (routers.limit_groups, one_by_one.hide_far),
     "max": (one_by_one.best_left, routers.best, lengths.largest_position),
-    "scatter": (scattered.scatter, one_by_one.hide_chosen),
+    "scatter": (scattered.scatter, one_by_one.hide_chosen, sorted_pairs.marks),
     "softmax": (one_by_one.shares, routers.softmax),
-    "sum": (scattered.sum_experts, experts.sum_slots, formulas.mean),
+    "sum": (sorted_pairs.counts, scattered.sum_experts, experts.sum_slots, formulas.mean),
     "topk": (routers.topk,),
 }
 """The rules of each ATen operator, in the order in which they are tried."""

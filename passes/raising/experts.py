@@ -20,11 +20,8 @@ from qcompile.passes.raising.builder import Builder, feature_sizes, working_size
 from qcompile.passes.raising.facts import Constant, Facts, Known, Opaque
 from qcompile.passes.raising.nodes import Arguments, unsupported
 from qcompile.passes.raising.routers import choice_of
-from qcompile.passes.raising.slots import is_one_slot
+from qcompile.passes.raising.slots import PAIRS, is_one_slot
 from qcompile.passes.raising.values import Value, identity, operator_of
-
-PAIRS = "BTF"
-"""The dimension of a value that has one row per pair of token and slot, if there are several slots."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,11 @@ def expert_linear(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> 
     if value.dims != order or value.sizes[:-1] != (chosen.slots,) * (chosen.slots > 1):
         raise unsupported(node, "multiplies the weights of chosen experts by other values than their inputs")
     weight = build.weight(chosen.weight) if order[-2] == "F" else build.transposed_experts(chosen.weight)
-    made = build.call("expert_linear", _expert_input(build, value, chosen.slots, node), chosen.index, weight)
+    made = build.call("expert_linear", expert_input(build, value, chosen.slots, node), chosen.index, weight)
     return identity(made, order, feature_sizes(made) if chosen.slots > 1 else feature_sizes(made)[1:])
 
 
-def _expert_input(build: Builder, value: Value, slots: int, node: fx.Node) -> fx.Node:
+def expert_input(build: Builder, value: Value, slots: int, node: fx.Node) -> fx.Node:
     """The input of an expert linear: [B, T, K] if all slots of a token have the same, else [B, T, k, K]."""
     if slots == 1:
         return build.emit(value, (1, value.count) if is_one_slot(value.base) else value.sizes, node)

@@ -15,6 +15,9 @@ RANDOM = {"feature_dropout", "feature_alpha_dropout", "rrelu", "random"}
 SHAPE_ONLY = {"sym_size", "ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full"}
 """Operators that read only the shape of their first operand, not its values."""
 
+POINTWISE = {"sigmoid", "silu", "gelu", "relu", "tanh", "mul", "multiply"}
+"""Operators that compute each element from the elements in its place."""
+
 TRANSPARENT = {"to", "_to_copy", "alias", "contiguous", "clone", "detach", "dropout", "expand", "expand_as", "type_as"}
 """Operators that patterns look through where they do not change values."""
 

@@ -21,7 +21,7 @@ from qcompile.passes.raising import values
 from qcompile.passes.raising.aliasing import run
 from qcompile.passes.raising.builder import Builder, feature_sizes
 from qcompile.passes.raising.facts import Constant, Facts, Known, Opaque
-from qcompile.passes.raising.nodes import Arguments, operator_name, strip
+from qcompile.passes.raising.nodes import POINTWISE, Arguments, operator_name, strip
 from qcompile.passes.raising.routers import choice_of
 from qcompile.passes.raising.slots import is_one_slot
 from qcompile.passes.raising.values import Value, identity
@@ -32,8 +32,6 @@ LAYOUT = {
     *("chunk", "split", "split_with_sizes", "slice", "narrow"),
 }
 """Operators that only move elements."""
-POINTWISE = {"sigmoid", "silu", "gelu", "relu", "tanh", "mul", "multiply"}
-"""Operators that compute each element from the elements in its place."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Scattered(Opaque):
 def scatter(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """The scores of a choice in a row of all experts that has one number elsewhere."""
     row, chosen, index = facts.shape(a.input_), facts.plain(getattr(a, "src", None)), facts.plain(a.index)
-    choice, rest = choice_of(index), _uniform(facts, a.input_)
+    choice, rest = choice_of(index), uniform(facts, a.input_)
     last = a.dim % len(row) == len(row) - 1
     adds = getattr(a, "reduce", None) is not None
     if chosen is None or index is None or choice is None or rest is None or not last or adds:
@@ -79,7 +77,7 @@ def scatter(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     return Scattered(node, chosen, len(row) - 1, choice, experts, rest)
 
 
-def _uniform(facts: Facts, item: Any) -> float | None:
+def uniform(facts: Facts, item: Any) -> float | None:
     """The number that all elements of `item` are."""
     if operator_name(strip(item)) in ("zeros", "zeros_like", "new_zeros"):
         return 0.0
@@ -101,18 +99,18 @@ def lifted(facts: Facts, node: fx.Node, apply_rules: Callable[[], Known]) -> Kno
         return None
     first, sources = given[0], [s for s in node.all_input_nodes if isinstance(facts.known.get(s), Scattered)]
     if name in LAYOUT:
-        return _moved(first, _replaced(facts, {sources[0]: _numbered(first)}, apply_rules))
+        return _moved(first, replaced(facts, {sources[0]: _numbered(first)}, apply_rules))
     others = [item for item in node.args if isinstance(item, fx.Node) and item not in sources]
     alike = all((one.index, one.dim, one.chosen.dims) == (first.index, first.dim, first.chosen.dims) for one in given)
     if not alike or any(facts.number(item) is None for item in others):
         return None
-    result = _replaced(facts, {s: k.chosen for s, k in zip(sources, given, strict=True)}, apply_rules)
+    result = replaced(facts, {s: k.chosen for s, k in zip(sources, given, strict=True)}, apply_rules)
     if not isinstance(result, Value) or result.dims != first.chosen.dims:
         return None
     return replace(first, node=node, chosen=result, rest=_rest(facts, node))
 
 
-def _replaced(facts: Facts, meanings: dict[fx.Node, Value], apply_rules: Callable[[], Known]) -> Known:
+def replaced(facts: Facts, meanings: dict[fx.Node, Value], apply_rules: Callable[[], Known]) -> Known:
     """The result of `apply_rules()` while nodes have other meanings."""
     kept = {source: facts.known[source] for source in meanings}
     facts.known.update(meanings)

@@ -12,6 +12,9 @@ from torch import fx
 
 from qcompile import ops
 
+PAIRS = "BTF"
+"""The dimension of a value that has one row per pair of token and slot, if there are several slots."""
+
 BY_SLOT = ("expert_linear", "scale_slots")
 """Operators with a dimension of slots in their result."""
 

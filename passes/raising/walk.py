@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor, fx
 
 from qcompile.graph import Graph
-from qcompile.passes.raising import memory, scattered
+from qcompile.passes.raising import in_order, memory, scattered
 from qcompile.passes.raising.aliasing import writes_alone
 from qcompile.passes.raising.builder import Builder
 from qcompile.passes.raising.facts import Constant, Facts, Known, Opaque, is_static
@@ -68,6 +68,8 @@ def _meaning(facts: Facts, build: Builder, node: fx.Node, handlers: Mapping[str,
         raise unsupported(node, f"rounds to {node.meta['val'].dtype}, but models are compiled in float32")
     rules = partial(_by_rules, facts, build, node, handlers)
     known = scattered.lifted(facts, node, rules)
+    if known is None:
+        known = in_order.lifted(facts, node, lambda meanings: scattered.replaced(facts, meanings, rules))
     known = rules() if known is None else known
     return Opaque(node) if known is None else known
 
