@@ -21,15 +21,16 @@ from qcompile.runtime.sampling.penalties import Penalties
 from qcompile.runtime.sampling.sampling import Draws, FloatArray
 from qcompile.runtime.step import RATES, Limits, Rate, Rows, SlotCopies
 
-FILL_MASK = ctypes.CFUNCTYPE(None, ctypes.py_object, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
+FILL_MASK = ctypes.CFUNCTYPE(
+    None, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32
+)
 """`qc_fill_mask` of the generated library."""
 
 
 @FILL_MASK
-def _fill_mask(grammar: GrammarState, tokens: int, count: int, mask: int, words: int) -> None:
+def _fill_mask(grammar: GrammarState, tokens: Any, count: int, mask: int, words: int) -> None:
     """Write a mask, as `qc_fill_mask` describes. If this fails, no token is left and the request ends."""
-    ahead = (ctypes.c_int32 * count).from_address(tokens)[:] if count else []
-    grammar.fill(ahead, mask, words)
+    grammar.fill(tokens[:count], mask, words)
 
 
 class QcDraws(ctypes.Structure):

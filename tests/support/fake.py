@@ -169,7 +169,8 @@ def chosen(draws: QcDraws, logits: np.ndarray, position: int) -> int:
     if draws.fill_mask:
         mask = np.zeros(mask_words(VOCAB), np.uint32)
         grammar = ctypes.cast(draws.grammar, ctypes.py_object)
-        draws.fill_mask(grammar, draws.recent, position - draws.first, mask.ctypes.data, len(mask))
+        recent = ctypes.cast(draws.recent, ctypes.POINTER(ctypes.c_int32))
+        draws.fill_mask(grammar, recent, position - draws.first, mask.ctypes.data, len(mask))
         allowed = np.unpackbits(mask.view(np.uint8), count=VOCAB, bitorder="little")
         logits = np.where(allowed, logits, np.float32(-np.inf))
         if not allowed.any():
