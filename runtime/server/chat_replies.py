@@ -8,7 +8,7 @@ from typing import Any
 from qcompile.runtime.messages import MessageStream
 from qcompile.runtime.outputs import CompletionOutput, RequestOutput
 from qcompile.runtime.server.logprobs import TokenBytes, no_bytes, prompt_entries
-from qcompile.runtime.server.replies import Reply
+from qcompile.runtime.server.replies import Reply, stop_reason
 from qcompile.runtime.turn import PLAIN_TURN, Turn
 
 
@@ -51,4 +51,5 @@ class ChatReply(Reply):
     def _rest(self, sample: CompletionOutput, first: int, stream: MessageStream) -> dict[str, Any]:
         called = stream.calls > 0 and sample.finish_reason == "stop" and not self._turn.named
         reason = "tool_calls" if called else sample.finish_reason
-        return {"logprobs": self._speller.chat(sample, first, self._top), "finish_reason": reason}
+        logprobs = self._speller.chat(sample, first, self._top)
+        return {"logprobs": logprobs, "finish_reason": reason} | stop_reason(sample)

@@ -116,6 +116,11 @@ class Reply(ABC):
         return api.event(f'{self._begin}, "choices": {api.encode(choices)}{end}}}')
 
 
+def stop_reason(sample: CompletionOutput) -> dict[str, Any]:
+    """The field of a choice, in vLLM's format, that tells which stop text or token ended it; none without one."""
+    return {} if sample.stop_reason is None else {"stop_reason": sample.stop_reason}
+
+
 @dataclass(frozen=True)
 class Echo:
     """The prompts of a request, for a response that starts with them.
@@ -183,7 +188,8 @@ class CompletionReply(Reply):
         if sample.logprobs is not None:
             columns = self._speller.completion(sample.token_ids[tokens:], sample.logprobs[tokens:], offsets)
         text = sample.text[characters:]
-        return {"index": index, "text": text, "logprobs": columns, "finish_reason": sample.finish_reason}
+        end = {"finish_reason": sample.finish_reason} | stop_reason(sample)
+        return {"index": index, "text": text, "logprobs": columns} | end
 
     def _echoed(self, choice: dict[str, Any], prompt: str, output: RequestOutput) -> dict[str, Any]:
         """A choice with the prompt in front of it, if the response is to start with it."""

@@ -148,12 +148,16 @@ def test_stop_tokens_and_special_tokens_over_http(client: Client) -> None:
     bias = {"70": 100}
     for path, body in (("/v1/completions", {"prompt": "ab"}), (CHAT, {"messages": SAID})):
         (choice,) = client.ask(path, body | GREEDY | {"logit_bias": bias, "stop_token_ids": [5, 70]})[1]["choices"]
-        assert choice["finish_reason"] == "stop" and text_of(choice) == ""
+        assert choice["finish_reason"] == "stop" and text_of(choice) == "" and choice["stop_reason"] == 70
         options = {"logit_bias": {"0": 100}, "stop": "<eos>", "include_stop_str_in_output": True, "max_tokens": 4}
         for skipped, text in ((True, ""), (False, "<eos>")):
             asked = body | GREEDY | options | {"skip_special_tokens": skipped}
             (choice,) = client.ask(path, asked)[1]["choices"]
             assert choice["finish_reason"] == "stop" and text_of(choice) == text
+            assert (
+                choice["stop_reason"] == "<eos>"
+                and "stop_reason" not in client.ask(path, body | GREEDY)[1]["choices"][0]
+            )
     assert "outside the model's vocabulary" in client.refused(400, {"prompt": "x", "stop_token_ids": [260]})
 
 
