@@ -32,6 +32,7 @@ OVER_FEATURES = {"chunk", "split"}
 """Functions that do so along the last dimension."""
 _ATTRIBUTES: Any = Tensor
 _TURNS = (_ATTRIBUTES.T.__get__, _ATTRIBUTES.mT.__get__)
+_SHAPE = _ATTRIBUTES.shape.__get__
 _FACTS = (_ATTRIBUTES.dtype.__get__, _ATTRIBUTES.device.__get__)
 PRODUCTS = {"linear", "matmul", "__matmul__", "mm"}
 
@@ -186,6 +187,8 @@ class ExpertLoops(TorchFunctionMode):
             return self._note(func(*args, **kwargs), "over none", choice) if more == (0,) else None
         if (kind, name) == ("over none", "nonzero"):
             return self._note(torch.zeros(1, 1, dtype=torch.int64), "hits", choice)
+        if kind == "hits" and func == _SHAPE:  # modes that look for other loops ask for it
+            return func(*args, **kwargs)
         if (kind, name) == ("hits", "unbind"):
             (hit,) = func(*args, **kwargs)
             return _Experts(self._each(self._note(hit, "expert", choice), choice))

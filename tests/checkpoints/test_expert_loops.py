@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from qcompile.checkpoints.expert_loops import ExpertLoops
 from qcompile.errors import UnsupportedError
@@ -119,6 +121,20 @@ def test_experts_that_differ(kind: str) -> None:
 def test_numbered_experts_that_are_refused(body: NumberedBody) -> None:
     with pytest.raises(UnsupportedError, match="a loop over experts"):
         compared(body)
+
+
+def test_other_modes_may_ask_what_a_loop_goes_through() -> None:
+    """As the mode for loops over tokens does, through which each unbind passes."""
+
+    class Asks(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__name__", "") == "unbind":
+                assert args[0].shape == (1, 1)
+            return func(*args, **kwargs or {})
+
+    x, index = torch.randn(TOKENS, WIDTH, generator=MAKE), torch.arange(TOKENS * CHOSEN).view(-1, CHOSEN) % EXPERTS
+    with ExpertLoops(), Asks():
+        numbered(NUMBERED["the token itself"], x, index, index.float())
 
 
 def test_a_loop_that_ends_early_is_refused() -> None:
