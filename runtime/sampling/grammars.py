@@ -26,6 +26,8 @@ _LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 _SPACES = r"[\x20\x0A\x0D\x09]{1,40}"
 """White space between parts of JSON. Without an end to it, models write spaces until max_tokens."""
 _TOKENS_COMPARED = 512
+_NO_TEXT = "NoExtensionBias"
+"""What llguidance says of a grammar without texts, as a rule that always continues with itself."""
 
 
 class Grammars:
@@ -69,9 +71,14 @@ class Grammars:
             matcher = self._worker.submit(_matcher, guide, source).result(_MOST_SECONDS)
         except TimeoutError:
             raise UsageError(f"structured_outputs.{source.kind} takes too long to compile: simplify it") from None
+        except ValueError as error:  # of llguidance, for JSON that is none
+            raise UsageError(f"structured_outputs.{source.kind} cannot be compiled: {first_line(str(error))}") from None
         if matcher.is_error():
-            raise UsageError(f"structured_outputs.{source.kind} cannot be compiled: {first_line(matcher.get_error())}")
-        grammar = Grammar(matcher, eos)
+            reason = first_line(matcher.get_error())
+            if reason == _NO_TEXT:
+                reason = "its recursion has no end"
+            raise UsageError(f"structured_outputs.{source.kind} cannot be compiled: {reason}")
+        grammar = Grammar(matcher, eos, guide)
         with self._lock:
             if eos == self._eos:
                 self._kept[source] = grammar
@@ -112,7 +119,10 @@ class Grammars:
 
 
 def _matcher(guide: Any, source: Source) -> Any:
-    """llguidance's matcher of a grammar; it has an error if the grammar cannot be compiled."""
+    """llguidance's matcher of a grammar; it has an error if the grammar cannot be compiled.
+
+    The first mask is computed here, too: of some expressions it takes seconds, in which no request should wait.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     if source.kind == "json":
@@ -125,4 +135,7 @@ def _matcher(guide: Any, source: Source) -> Any:
         grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in texts))
     else:
         grammar = LLMatcher.grammar_from_lark(source.text)
-    return LLMatcher(guide, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+    matcher = LLMatcher(guide, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher

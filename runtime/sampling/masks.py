@@ -31,24 +31,28 @@ class Masks(NamedTuple):
 
 
 class Grammar(NamedTuple):
-    """A compiled grammar. matcher: llguidance's, at the start of a text. eos: the tokens that end a text."""
+    """A compiled grammar. matcher: llguidance's, at the start of a text. eos: the tokens that end a text.
+
+    guide: llguidance's tokenizer.
+    """
 
     matcher: Any
     eos: frozenset[int]
+    guide: Any
 
     def start(self) -> GrammarState:
         """The state at the start of a text."""
-        return GrammarState(self.matcher.deep_copy(), self.eos)
+        return GrammarState(self.matcher.deep_copy(), self.eos, self.guide)
 
 
 class GrammarState:
     """Follows a grammar along one text: the tokens that were noted, and for a while those that may come after them.
 
-    matcher: llguidance's, at the start of a text. eos: the tokens that end a text.
+    matcher: llguidance's, at the start of a text. eos: the tokens that end a text. guide: llguidance's tokenizer.
     """
 
-    def __init__(self, matcher: Any, eos: frozenset[int]) -> None:
-        self._matcher, self._eos = matcher, eos
+    def __init__(self, matcher: Any, eos: frozenset[int], guide: Any) -> None:
+        self._matcher, self._eos, self._guide = matcher, eos, guide
         self._ahead: list[int] = []  # tokens that the matcher has taken after those noted
         self._ended = self._failed = False
 
@@ -76,6 +80,28 @@ class GrammarState:
         self._matcher.unsafe_compute_mask_ptr(address, 4 * words)
         if self._matcher.is_error():
             ctypes.memset(address, 0, 4 * words)
+        else:
+            self._allow_spelled(np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address)))
+
+    def _allow_spelled(self, mask: npt.NDArray[np.uint32]) -> None:
+        """Where only one text may follow, allow a token that spells its start instead of a special token.
+
+        llguidance encodes such a text as the tokenizer does, which takes `<think>` for a special token, and allows
+        that; but as text, it accepts only `<` and so on.
+        """
+        [used] = mask.nonzero()
+        if len(used) != 1 or (bits := int(mask[used[0]])) & (bits - 1):
+            return
+        token = MASK_BITS * int(used[0]) + bits.bit_length() - 1
+        if self._matcher.is_accepting() or self._matcher.validate_tokens([token]):
+            return
+        forced = self._matcher.compute_ff_bytes()
+        for size in range(len(self._guide.decode_bytes([token])), 0, -1):
+            first = self._guide.tokenize_bytes(forced[:size])[:1]
+            if self._matcher.validate_tokens(first):
+                mask[:] = 0
+                mask[first[0] // MASK_BITS] = 1 << first[0] % MASK_BITS
+                return
 
     def masked(self, logits: npt.NDArray[np.float32], ahead: Sequence[int] = ()) -> npt.NDArray[np.float32]:
         """Logits [vocab] after the text and `ahead`; -inf for tokens that may not follow."""
@@ -103,6 +129,7 @@ class GrammarState:
 
 
 def first_line(message: str) -> str:
-    """The first line of a message that says something, shortened."""
-    line = next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
+    """The first line of a message that says something, and the line that starts with "error:", shortened."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
+    line = " ".join([lines[0], *[more for more in lines[1:] if more.startswith("error: ")][:1]])
     return line if len(line) <= 300 else f"{line[:300]}..."

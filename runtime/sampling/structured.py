@@ -100,7 +100,7 @@ def _schema_text(given: Any) -> str:
         text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         if _depth(_limited("json", text)) > MOST_DEPTH:
             raise RecursionError
-        schema = json.loads(text)
+        schema = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise UsageError(f"structured_outputs.json is nested deeper than {MOST_DEPTH} levels") from None
     except (TypeError, ValueError) as error:
@@ -110,6 +110,11 @@ def _schema_text(given: Any) -> str:
     if schema is not True and not isinstance(schema, dict):
         raise UsageError("structured_outputs.json must be a JSON schema: an object")
     return "{}" if schema is True else text
+
+
+def _refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and infinities, which only Python takes for JSON."""
+    raise ValueError(f"it has {name}")
 
 
 def _limited(name: str, text: str) -> str:

@@ -48,7 +48,7 @@ class Remainders:
         return False
 
 
-GRAMMAR = Grammar(Remainders(), frozenset())
+GRAMMAR = Grammar(Remainders(), frozenset(), None)
 
 
 def interpret_rows(vocab: int) -> None:

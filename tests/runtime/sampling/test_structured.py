@@ -178,6 +178,24 @@ def test_a_grammar_beyond_limits_ends_its_request_alone(llm: LLM, monkeypatch: p
     assert ran(llm, requests()[3:4])[0][2] == "stop"
 
 
+def test_text_of_special_tokens_is_spelled(llm: LLM) -> None:
+    """Also where no other text is possible: there, llguidance would have the special token itself."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<t>"])
+    tokenizer.add_special_tokens(["<|s|>"])
+    with fake_llm(max_batch=64, pages=256, tokenizer=tokenizer) as model:
+        for text in ("<t>", "a<t>b", "<eos>", "<|s|><t>", "<eos>a"):
+            asked = [{"choice": [text]}, {"regex": re.escape(text)}, {"json": {"const": text}}]
+            given = [SamplingParams(max_tokens=16, temperature=0, structured_outputs=one) for one in asked]
+            for output, params in zip(model.generate([[5]] * 3, given), asked, strict=True):
+                wanted = json.dumps(text) if "json" in params else text
+                assert (output.outputs[0].text, output.outputs[0].finish_reason) == (wanted, "stop")
+        for named, wanted in (('"a" <|s|> "b"', "a<|s|>b"), ('"a" <eos>', "a"), ('<eos> "a"', "")):
+            asked_by_name = {"grammar": f"start: {named}"}
+            params = SamplingParams(skip_special_tokens=False, max_tokens=16, structured_outputs=asked_by_name)
+            assert model.generate([[5]], params)[0].outputs[0].text.removesuffix("<eos>") == wanted
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "must have one of json, regex, choice, grammar, json_object, not none"),
     ({"json_object": False}, "not none"),
@@ -188,6 +206,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "nested deeper than 128 levels"),
     ({"json": {"const": "a" * (10 << 20)}}, "bytes, of at most 262,144"),
     ({"json": {"not": {"type": "string"}}}, 'cannot be compiled: Unimplemented keys: ["not"]'),
+    ({"json": {"minimum": float("nan")}}, "json is not JSON: it has NaN"),
+    ({"json": '{"minimum": 1e400}'}, "json cannot be compiled: number out of range"),
+    ({"json": '{"const": "\\ud800"}'}, "json cannot be compiled: "),
+    ({"json": {"$ref": "#"}}, "json cannot be compiled: its recursion has no end"),
+    ({"grammar": "start: start"}, "grammar cannot be compiled: its recursion has no end"),
     ({"json": {"type": "foo"}}, "cannot be compiled: Invalid type: foo"),
     ({"json": False}, "json is false: no output can satisfy it"),
     ({"json": {"$ref": "https://example.com/schema"}}, "cannot be compiled: "),
@@ -201,7 +224,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "cannot be compiled: ",
     ),
-    ({"regex": "(("}, "regex cannot be compiled: "),
+    ({"regex": "(("}, "regex parse error: error: unclosed group"),
     ({"regex": "(" * 100_000 + "a" + ")" * 100_000}, "regex cannot be compiled: "),
     ({"regex": "(?=a)b"}, "cannot be compiled: "),
     ({"regex": ""}, "regex must be a text with at least one character"),
