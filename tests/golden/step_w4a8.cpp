@@ -133,7 +133,8 @@ static void step(Model& m, int tid) {
   s.done(13, false);
 }
 // ---- penalties.h --------------------------------------------------------------------------------
-// penalties.h: biases, and penalties on the tokens of a text so far, as runtime/sampling/penalties.py defines them.
+// penalties.h: biases, and penalties on the tokens of a text so far, as runtime/sampling/penalties.py defines them; and
+// masks of the tokens that a grammar allows.
 
 // Keeps the tokens of a step's rows that follow those listed, for this and later steps of the same call.
 static inline void keep_recent(const qc_batch& b) {
@@ -157,6 +158,7 @@ static inline void penalize(float* x, int n, const qc_draws& d, int position, in
   };
   for (int i = 0; i < d.biased; ++i)
     if (inside(d.bias_tokens[i])) x[d.bias_tokens[i]] += d.bias_values[i];
+  if (d.repetition == 0) return;
   for (int i = 0; i < recent; ++i)
     if (inside(d.recent[i])) ++times[d.recent[i]];
   for (int i = 0; i < d.listed; ++i) {
@@ -170,5 +172,25 @@ static inline void penalize(float* x, int n, const qc_draws& d, int position, in
     if (!inside(token) || times[token] == 0) continue;
     apply(token, times[token]);
     times[token] = 0;
+  }
+}
+
+constexpr int mask_words(int n) { return (n + 31) / 32; }
+
+// Writes the mask of a row at `position`, if it has one.
+static inline void fill_mask(const qc_draws& d, int position, uint32_t* mask, int words) {
+  const int after = position - d.first;
+  if (!d.fill_mask || after < 0) return;
+  memset(mask, 0, (size_t)words * sizeof(uint32_t));
+  d.fill_mask(d.grammar, d.recent, after < d.room ? after : d.room, mask, words);
+}
+
+// Makes the logits x [n] of the tokens that a mask leaves out minus infinity.
+static inline void apply_mask(float* x, int n, const uint32_t* mask) {
+  for (int first = 0; first < n; first += 32) {
+    const uint32_t word = mask[first / 32];
+    const int count = n - first < 32 ? n - first : 32;
+    if (word == 0xffffffffu) continue;
+    for (int i = 0; i < count; ++i) x[first + i] = word >> i & 1 ? x[first + i] : -__builtin_inff();
   }
 }
