@@ -65,7 +65,7 @@ def build_attention(facts: Facts, build: Builder, node: fx.Node, inputs: Sequenc
     """
     shapes = [_head_shape(node, value) for value in inputs]
     factors = [_factor(value) for value in inputs[:2]]
-    inputs = [*(v.scaled(1 / factor) for v, factor in zip(inputs, factors, strict=False)), inputs[2]]
+    inputs = [*(v.divided(factor) for v, factor in zip(inputs, factors, strict=False)), inputs[2]]
     queries = shapes[0][0]
     group = math.gcd(*(_run_length(value, shape) for value, shape in zip(inputs[1:], shapes[1:], strict=True)))
     if shapes[1][0] == queries and group > 1:

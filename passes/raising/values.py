@@ -59,6 +59,12 @@ class Value:
         terms["coef"] *= factor
         return replace(self, terms=terms)
 
+    def divided(self, number: float) -> Value:
+        """This value over a number: coefficients that are the number become 1, which a product does not promise."""
+        terms = self.terms.copy()
+        terms["coef"] /= number
+        return replace(self, terms=terms)
+
     def axis(self, dim: int) -> int:
         """The axis of `terms` that holds the features of dimension `dim`."""
         return 1 + sum("F" in d for d in self.dims[:dim])

@@ -59,6 +59,11 @@ RIGHT: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": COMMON | {"head_dim": 16},  # norms with weights after the rotation
     "ministral3": COMMON | {"head_dim": 16, "rope_parameters": LATENT["rope_parameters"] | SCALED},
     "aria_text": COMMON | {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 1},  # strides in a condition
+    "longcat_flash": COMMON
+    | LATENT
+    | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 3, "expert_ffn_hidden_size": 24, "num_layers": 1}
+    | {"head_dim": LATENT["qk_rope_head_dim"], "qk_head_dim": LATENT["qk_rope_head_dim"] + LATENT["qk_nope_head_dim"]}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},  # some experts return their token
     "phimoe": COMMON | EXPERTS | {"router_jitter_noise": 0.2},  # experts chosen one after another
     "gemma3n_text": COMMON | STREAMS,  # streams mixed by weights of the token, changed in place, and sparse gates
     "nemotron": COMMON,  # squared ReLU, LayerNorm with 1 + w
