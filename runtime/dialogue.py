@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn reasoning on and off."""
 _EFFORT = "reasoning_effort"
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of templates that have fields of their own."""
 
@@ -182,6 +183,8 @@ class DialogueFormat:
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         """The variables that set how much the model reasons."""
+        if effort is not None and effort not in _EFFORTS:
+            raise UsageError(f"reasoning_effort must be one of {', '.join(_EFFORTS)}, not {shown(effort)}")
         if effort is None:
             return {}
         found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in self._reads}

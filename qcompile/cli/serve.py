@@ -13,7 +13,8 @@ from qcompile.errors import ResourceError, UsageError
 
 @command
 def serve(out: Artifact, serving: Serving, loading: ServedLoading, json: Json = False) -> None:
-    """Serve an OpenAI-compatible HTTP API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
+    """Serve an OpenAI-compatible HTTP API: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health,
+    /metrics and others.
 
     \b
     Example:

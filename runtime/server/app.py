@@ -406,6 +406,8 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     """The response to an unknown path, a wrong method, or a wrong API key."""
     assert isinstance(error, HTTPException)
     message, path = str(error.detail), shown(request.url.path)
+    if isinstance(error.__cause__, RecursionError):
+        message = "the body: its JSON is nested too deeply"
     if error.status_code == 404:
         message = f"there is nothing at {path}: use /v1/completions or /v1/chat/completions"
     if error.status_code == 405:

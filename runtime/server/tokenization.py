@@ -31,7 +31,7 @@ class TokenizeRequest(BodyPart):
     def dialogue(self) -> Dialogue | None:
         """The conversation; None if the request has a text. Raises UsageError unless it has one of both."""
         if (self.messages is None) == (self.prompt is None):
-            raise UsageError("give prompt or messages")
+            raise UsageError("give one of prompt and messages")
         if self.messages is None:
             if self.tools or self.chat_template_kwargs:
                 raise UsageError("tools and chat_template_kwargs need messages")

@@ -115,6 +115,11 @@ def test_effort_sets_what_the_template_reads(source: str, effort: str, prompt: s
     assert form(source).turn(Dialogue([], reasoning_effort=effort)).prompt == prompt
 
 
+def test_another_effort_is_refused_even_where_the_template_reads_one() -> None:
+    with pytest.raises(UsageError, match=r"reasoning_effort must be one of none, .*, not 'most'"):
+        form("{{ enable_thinking }}{{ reasoning_effort }}").turn(Dialogue([], reasoning_effort="most"))
+
+
 def test_switches_may_be_off_where_nothing_reasons() -> None:
     assert form("plain").turn(Dialogue([], variables={"enable_thinking": False})).prompt == "plain"
     with pytest.raises(UsageError, match="has 'enable_thinking', which the chat template does not read"):

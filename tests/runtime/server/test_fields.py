@@ -231,8 +231,8 @@ def test_tokens_of_texts_and_texts_of_tokens(client: Client, llm: LLM) -> None:
     assert client.ask("/detokenize", {"tokens": [0, *ids, 0], "model": "tiny"})[1] == {"prompt": "<eos>a é<eos>"}
     assert client.ask("/tokenize", {"prompt": ""})[1]["count"] == 0
     assert client.ask("/tokenize", {"prompt": "x" * 5000})[1]["count"] == 5000  # longer than the context
-    assert client.refused(400, {}, "/tokenize") == "give prompt or messages"
-    assert client.refused(400, {"prompt": "x", "messages": talk}, "/tokenize") == "give prompt or messages"
+    assert client.refused(400, {}, "/tokenize") == "give one of prompt and messages"
+    assert client.refused(400, {"prompt": "x", "messages": talk}, "/tokenize") == "give one of prompt and messages"
     assert "tools and chat_template_kwargs need messages" in client.refused(
         400, {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "/tokenize"
     )

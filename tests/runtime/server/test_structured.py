@@ -79,7 +79,7 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     (schema({"not": {}}), 'structured_outputs.json cannot be compiled: Unimplemented keys: ["not"]'),
     (schema({"const": "a" * 1_000_000}), "structured_outputs.json has 1,000,013 bytes, of at most 262,144"),
     ({"guided_json": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "structured_outputs.json is nested deeper than 128"),
-    ('{"guided_json":' + '{"items":' * 10_000 + "{}" + "}" * 10_000, "There was an error parsing the body"),
+    ('{"guided_json":' + '{"items":' * 10_000 + "{}" + "}" * 10_000, "the body: its JSON is nested too deeply"),
     ('{"guided_json":' + '{"items":' * 400 + "{}" + "}" * 400, "structured_outputs.json is nested deeper than 128"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos is not possible with structured_outputs"),
 ]
