@@ -191,7 +191,7 @@ class BlocksSpec:
         }
         parts = -(-self.most * (1 if self.every else self.slots) // self.PART)
         source = render_template("expert_blocks.py.jinja", spec=self, parts=parts, **values, **rooms)
-        warps = 8 if rooms["room"] > 1024 else 1
+        warps = 16 if parts > 1 else 8 if rooms["room"] > 1024 else 1  # with 8 the loops' sums would spill
         return Kernel(name, source, self.arguments, warps, 1, pdl)
 
 
