@@ -355,5 +355,16 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
         EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 160},
     ),
     ("lfm2", "lfm2", COMMON | {"layer_types": ["conv", "full_attention"]}),
+    (
+        "recurrent_gemma",
+        "recurrent_gemma",
+        COMMON
+        | {"num_hidden_layers": 3, "num_key_value_heads": 1, "lru_width": 64, "attention_window_size": 16},
+    ),
+    (
+        "minimax",
+        "minimax",
+        EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    ),
     ("bert, both directions", "bert", COMMON | {"is_decoder": False}),
 )
