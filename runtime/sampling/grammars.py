@@ -131,8 +131,8 @@ def _matcher(guide: Any, source: Source) -> Any:
     elif source.kind == "regex":
         grammar = LLMatcher.grammar_from_regex(source.text)
     elif source.kind == "choice":
-        texts = json.loads(source.text)
-        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in texts))
+        texts = " | ".join(json.dumps(text) for text in json.loads(source.text))
+        grammar = LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")  # a rule may have 2,000 texts at most
     else:
         grammar = LLMatcher.grammar_from_lark(source.text)
     matcher = LLMatcher(guide, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))

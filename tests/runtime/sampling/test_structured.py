@@ -196,6 +196,13 @@ def test_text_of_special_tokens_is_spelled(llm: LLM) -> None:
             assert model.generate([[5]], params)[0].outputs[0].text.removesuffix("<eos>") == wanted
 
 
+@pytest.mark.parametrize("texts", [[""], ["", "ab"], [f"{number}!" for number in range(5000)], ["same"] * 5000])
+def test_a_choice_may_have_many_texts_and_the_empty_one(llm: LLM, texts: list[str]) -> None:
+    params = SamplingParams(max_tokens=16, seed=1, structured_outputs={"choice": texts})
+    assert ran(llm, [params])[0][2] == "stop"
+    assert llm.generate([[5]], params)[0].outputs[0].text in texts
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "must have one of json, regex, choice, grammar, json_object, not none"),
     ({"json_object": False}, "not none"),
