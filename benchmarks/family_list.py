@@ -358,8 +358,7 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
     (
         "recurrent_gemma",
         "recurrent_gemma",
-        COMMON
-        | {"num_hidden_layers": 3, "num_key_value_heads": 1, "lru_width": 64, "attention_window_size": 16},
+        COMMON | {"num_hidden_layers": 3, "num_key_value_heads": 1, "lru_width": 64, "attention_window_size": 16},
     ),
     (
         "minimax",

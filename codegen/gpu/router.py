@@ -156,7 +156,7 @@ class BlocksSpec:
     """Most rows of a step."""
     every: bool = False
 
-    PART = 8192
+    PART = 4096
     """Most slots that a program compares at once."""
 
     @property

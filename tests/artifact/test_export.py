@@ -77,7 +77,11 @@ def on_weights(name: str) -> bool:
     return ops.reference(name).__module__ == "qcompile.ops.weights"
 
 
-@pytest.mark.parametrize("name", sorted(name for name in set(CASES) - PAGED if not on_weights(name)))
+RESOLVED = {"log_decay", "proved"}
+"""Operators that look at values, of which raising leaves none."""
+
+
+@pytest.mark.parametrize("name", sorted(name for name in set(CASES) - PAGED - RESOLVED if not on_weights(name)))
 def test_every_operator_has_a_body_in_aten(name: str) -> None:
     call = OneCall(name)
     program = export.to_aten(call, call.tensors())

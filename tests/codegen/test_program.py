@@ -21,6 +21,8 @@ from qcompile.codegen.calls import (
     Gemm,
     Hadamard,
     Logits,
+    Mean,
+    Mix,
     Norm,
     NormHeads,
     QuantizeRows,
@@ -58,6 +60,8 @@ CALLS: list[tuple[Call, tuple[str, ...], tuple[str, ...]]] = [
     ),
     (Combine("c", "x", "out", 2), ("x",), ("out",)),
     (Combine("c", "x", "out", 2, scores="s"), ("x", "s"), ("out",)),
+    (Mean("c", "x", "out", 8), ("x",), ("out",)),
+    (Mix("c", "x", "w", "out", 2, 3), ("x", "w"), ("out",)),
     (Logits("c", "x"), ("x",), ()),
 ]
 

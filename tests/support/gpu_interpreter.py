@@ -159,7 +159,7 @@ class Interpreter:
             return self.kv[self.layer_places[operand.layer] : self.layer_places[operand.layer + 1]]
         assert isinstance(operand, ScratchRef)
         size = self.plan.scratch[operand.name]
-        need = size.bytes * math.prod(self.counts[name] for name in size.counts)
+        need = size.bytes * math.prod((self.counts | {"room": self.rows})[name] for name in size.counts)
         if operand.name not in self.work or len(self.work[operand.name]) < need:
             self.work[operand.name] = torch.zeros(need, dtype=torch.uint8)
         return self.work[operand.name]

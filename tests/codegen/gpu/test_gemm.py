@@ -401,8 +401,6 @@ def test_persistent_kernels_have_one_program_for_each_multiprocessor() -> None:
     for wrong in ({"rows": 64, "warps": 4}, {"split_k": 2}, {"prefetch_bytes": 128}, {"unpack_k": 0}, {"tokens": 64}):
         with pytest.raises(UnsupportedError):
             replace(spec, tile=replace(PERSISTENT, **wrong))
-    with pytest.raises(UnsupportedError):
-        replace(spec, format="w8_sym_channel", x_groups=False)
 
 
 def packed_for(spec: KernelSpec) -> dict[str, torch.Tensor]:
