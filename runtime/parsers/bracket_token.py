@@ -17,13 +17,9 @@ class BracketTokenParser(JsonCallParser):
 
     def call(self, marker: str) -> Steps[None]:
         yield from self.skip_space()
-        if (yield from self.skip("[")):
-            yield from self.skip_space()
-            more = True
-            while more:
-                yield from self.json_call()
-                more = yield from self.goes_on("]")
-        elif (yield from self.looks_at("{")):
+        if (yield from self.list_of_calls()):
+            return
+        if (yield from self.looks_at("{")):
             yield from self.json_call()
         else:
             yield from self._named()

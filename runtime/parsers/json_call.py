@@ -51,6 +51,17 @@ class JsonCallParser(CallParser):
         if not begun:
             self._begin_whole(name, "{}")
 
+    def list_of_calls(self) -> Steps[bool]:
+        """Read a list of calls, `[{...}, {...}]`, if one comes next. Returns whether it did. Raises MalformedError."""
+        if not (yield from self.skip("[")):
+            return False
+        yield from self.skip_space()
+        more = True
+        while more:
+            yield from self.json_call()
+            more = yield from self.goes_on("]")
+        return True
+
     def arguments_object(self, name: str) -> Steps[None]:
         """Begin a call, and hand out the object that comes next as its arguments. Raises MalformedError."""
         if (yield from self.peek()) != "{":

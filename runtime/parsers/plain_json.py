@@ -25,12 +25,7 @@ class PlainJsonParser(JsonCallParser):
         yield from self._calls()
 
     def _calls(self) -> Steps[None]:
-        if (yield from self.skip("[")):
-            yield from self.skip_space()
-            more = True
-            while more:
-                yield from self.json_call()
-                more = yield from self.goes_on("]")
+        if (yield from self.list_of_calls()):
             return
         more = True
         while more:
