@@ -28,8 +28,9 @@ from qcompile import SamplingParams
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.sampling.logprobs import Logprob, logprobs_of, reported_logprobs
-from qcompile.runtime.sampling.sampling import Draws, Sampler
+from qcompile.runtime.sampling.sampling import Sampler
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},

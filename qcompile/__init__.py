@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qcompile.pipeline import build as build
     from qcompile.runtime.llm import LLM as LLM
     from qcompile.runtime.load import load as load
-    from qcompile.runtime.sampling.sampling import SamplingParams as SamplingParams
+    from qcompile.runtime.sampling.params import SamplingParams as SamplingParams
     from qcompile.runtime.sampling.structured import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.2.0"
@@ -26,7 +26,7 @@ _HOMES = {
     "build": "qcompile.pipeline",
     "load": "qcompile.runtime.load",
     "LLM": "qcompile.runtime.llm",
-    "SamplingParams": "qcompile.runtime.sampling.sampling",
+    "SamplingParams": "qcompile.runtime.sampling.params",
     "StructuredOutputsParams": "qcompile.runtime.sampling.structured",
 }
 

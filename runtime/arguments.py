@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from qcompile.errors import UsageError
-from qcompile.runtime.sampling.sampling import FloatArray, SamplingParams
+from qcompile.runtime.sampling.arrays import FloatArray
+from qcompile.runtime.sampling.params import SamplingParams
 
 Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt]

@@ -17,7 +17,7 @@ import numpy as np
 
 from qcompile import texts
 from qcompile.errors import OverflowedError, UnsupportedError, UsageError
-from qcompile.runtime.sampling.sampling import DoubleArray, FloatArray
+from qcompile.runtime.sampling.arrays import DoubleArray, FloatArray
 from qcompile.runtime.step import StepExecutor
 from qcompile.texts import encoded
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qcompile.errors import UsageError
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.special_tokens import json_object
 
 NAME = "generation_config.json"

@@ -27,7 +27,7 @@ from qcompile.runtime.evaluate import Evaluation, perplexity
 from qcompile.runtime.options import MAX_BATCH
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.prompts import CheckedPrompt, PromptReader
-from qcompile.runtime.sampling.sampling import SamplingParams, plain_number
+from qcompile.runtime.sampling.params import SamplingParams, plain_number
 from qcompile.runtime.sampling.supported import check_supported
 from qcompile.runtime.sharing import SharedEngine
 from qcompile.runtime.speculation.stages import Drafter

@@ -8,7 +8,7 @@ from typing import Any
 
 from qcompile.errors import UsageError
 from qcompile.runtime.outputs import MOST_DRAFTS
-from qcompile.runtime.sampling.sampling import plain_number
+from qcompile.runtime.sampling.params import plain_number
 
 AUTO = -1
 """As `LoadOptions.gamma`: chosen for each step from measurements."""

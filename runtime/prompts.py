@@ -10,7 +10,8 @@ import numpy as np
 
 from qcompile.errors import LongPromptError, UsageError, shown
 from qcompile.runtime.arguments import are_tokens, plain
-from qcompile.runtime.sampling.sampling import FloatArray, SamplingParams
+from qcompile.runtime.sampling.arrays import FloatArray
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import StepExecutor
 from qcompile.runtime.tokenizer import encode
 

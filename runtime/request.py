@@ -22,8 +22,10 @@ from qcompile.runtime.engine.prefixes import CachedPage
 from qcompile.runtime.engine.slots import NO_SLOT
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, SpeculationMetrics
 from qcompile.runtime.sampling.accept import Distribution
+from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.logprobs import DoubleArray, Logprob
-from qcompile.runtime.sampling.sampling import FloatArray, Sampler, SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.sampling.sampling import Sampler
 
 _CALL_DECAY = 0.9
 """Weight of a request's earlier rounds after each further call of rounds: acceptance changes along a text."""

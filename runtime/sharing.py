@@ -14,9 +14,10 @@ from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.prompts import CheckedPrompt
 from qcompile.runtime.request import Request
+from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.grammars import Grammars
 from qcompile.runtime.sampling.masks import Grammar
-from qcompile.runtime.sampling.sampling import FloatArray, SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import StepExecutor
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
 
-from qcompile.runtime.sampling.sampling import Draws, FloatArray
+from qcompile.runtime.sampling.arrays import FloatArray
+from qcompile.runtime.sampling.draws import Draws
 
 Rate = Literal["memory", "int8", "f32", "bf16"]
 """A peak rate of a machine: GB/s of memory, and thousand millions of operations per second of each type."""

@@ -17,7 +17,7 @@ from qcompile.errors import UsageError
 if TYPE_CHECKING:
     from qcompile.runtime.chat import Message, Render
     from qcompile.runtime.llm import LLM
-    from qcompile.runtime.sampling.sampling import SamplingParams
+    from qcompile.runtime.sampling.params import SamplingParams
     from qcompile.runtime.turn import Turn
 
 

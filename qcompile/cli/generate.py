@@ -13,7 +13,7 @@ from qcompile.cli.options import Artifact, DraftedLoading, Json, Sampling, comma
 if TYPE_CHECKING:
     from qcompile.runtime.llm import LLM
     from qcompile.runtime.outputs import RequestOutput
-    from qcompile.runtime.sampling.sampling import SamplingParams
+    from qcompile.runtime.sampling.params import SamplingParams
 
 
 @command

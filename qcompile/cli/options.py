@@ -20,7 +20,7 @@ from qcompile.errors import UsageError
 
 if TYPE_CHECKING:
     from qcompile.runtime.llm import LLM
-    from qcompile.runtime.sampling.sampling import SamplingParams
+    from qcompile.runtime.sampling.params import SamplingParams
 
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="Artifact directory written by `qcompile build`.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a name on the model hub.")]

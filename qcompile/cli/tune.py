@@ -18,7 +18,7 @@ from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.request import Request
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.speculation.costs import GAMMAS, SpeculationPrior, best_gamma
 
 BATCHES = (1, 4, 16)

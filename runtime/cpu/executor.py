@@ -15,10 +15,11 @@ import numpy as np
 from qcompile.artifact.abi import CPU_ABI
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.loader import Arena
+from qcompile.runtime.sampling.arrays import FloatArray
+from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.sampling.logprobs import alternatives_of
 from qcompile.runtime.sampling.masks import GrammarState
 from qcompile.runtime.sampling.penalties import Penalties
-from qcompile.runtime.sampling.sampling import Draws, FloatArray
 from qcompile.runtime.step import RATES, Limits, Rate, Rows, SlotCopies
 
 FILL_MASK = ctypes.CFUNCTYPE(

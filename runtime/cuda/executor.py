@@ -23,7 +23,8 @@ from qcompile.runtime.cuda.masks import DeviceMasks
 from qcompile.runtime.cuda.memory import MOST_DECODED, DeviceMemory, PinnedNumbers
 from qcompile.runtime.cuda.profile import LaunchTimes
 from qcompile.runtime.cuda.sampling import DeviceSampling
-from qcompile.runtime.sampling.sampling import Draws, FloatArray
+from qcompile.runtime.sampling.arrays import FloatArray
+from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.step import Limits, Rate, Rows, SlotCopies
 
 _PEAKS = {"memory": "memory_gb_s", "int8": "int8_gops", "f32": "f32_gflops", "bf16": "bf16_gflops"}

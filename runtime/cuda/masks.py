@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.cuda.memory import PinnedNumbers
+from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.sampling.masks import GrammarState, mask_words
-from qcompile.runtime.sampling.sampling import Draws
 from qcompile.runtime.step import Rows
 
 

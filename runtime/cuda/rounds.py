@@ -21,7 +21,7 @@ from qcompile.runtime.cuda.driver import Driver, LaunchCall
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.request import Request
-from qcompile.runtime.sampling.sampling import GREEDY, Draws
+from qcompile.runtime.sampling.draws import GREEDY, Draws
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.stages import DraftStage, note_rounds
 from qcompile.runtime.step import Rows

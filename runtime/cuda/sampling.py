@@ -11,9 +11,9 @@ import numpy as np
 
 from qcompile.artifact.abi import GpuSamplingOptions
 from qcompile.runtime.cuda.driver import Driver
+from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.sampling.logprobs import DoubleArray, alternatives_of, empty_reports
 from qcompile.runtime.sampling.penalties import IntArray
-from qcompile.runtime.sampling.sampling import Draws
 
 MOST_DRAWS = 1 << 16
 """Most random numbers of a call."""

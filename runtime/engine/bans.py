@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qcompile.errors import UsageError
 from qcompile.runtime.sampling.biases import NO_BANS, Bans, BiasTable, word_tokens
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.tokenizer import encode
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from qcompile.errors import OverflowedError
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling import accept
+from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.logprobs import Logprob, logprobs_of
-from qcompile.runtime.sampling.sampling import FloatArray
 
 NO_TOKEN = -1
 """Takes the place of a token with logits that are not finite, also in the results of executors."""

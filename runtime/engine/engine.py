@@ -26,10 +26,12 @@ from qcompile.runtime.engine.snapshots import Snapshots
 from qcompile.runtime.engine.speculative import Speculation
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
 from qcompile.runtime.request import PromptReport, Request, RequestSpec, SequenceState, StreamState
+from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.biases import TokenBiases
 from qcompile.runtime.sampling.grammars import Grammars
 from qcompile.runtime.sampling.masks import Grammar
-from qcompile.runtime.sampling.sampling import FloatArray, Sampler, SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.sampling.sampling import Sampler
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
 
@@ -64,8 +66,8 @@ class Engine:
         if executor.copies and pool.prefixes is not None:
             self.scheduler.snapshots = Snapshots(executor.copies)
         self.scheduler.drafts_have_states = drafter is not None and drafter.has_states
-        self.speculation = Speculation(executor, self.scheduler, drafter)
-        self.postprocessor = Postprocessor(self.scheduler, tokenizer, eos)
+        self.speculation = Speculation(executor, self.scheduler.reserve, drafter)
+        self.postprocessor = Postprocessor(self.scheduler.release, tokenizer, eos)
         self.runner = StepRunner(executor, self.scheduler, self.postprocessor, self.speculation)
         self.grammars = Grammars(tokenizer, executor.limits.vocab, eos)
         self._bans = BanReader(tokenizer, executor.limits.vocab)

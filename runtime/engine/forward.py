@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from qcompile.errors import ResourceError
 from qcompile.runtime.engine.scheduler import Scheduler
 from qcompile.runtime.engine.slots import NO_SLOT
-from qcompile.runtime.sampling.sampling import FloatArray
+from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.step import Rows, StepExecutor
 
 

@@ -8,7 +8,7 @@ run while the executor computes the next step.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 from qcompile.runtime.detokenizer import spelled
 from qcompile.runtime.engine.choose import NO_TOKEN
 from qcompile.runtime.engine.plan import StepPlan
-from qcompile.runtime.engine.scheduler import Scheduler
 from qcompile.runtime.engine.stops import end_text, extend_text
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.logprobs import Logprob, prompt_logprobs, reported_logprobs
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import Rows
 
 if TYPE_CHECKING:
@@ -45,10 +44,14 @@ class Update:
 
 
 class Postprocessor:
-    """Changes the requests of an engine after a step. eos: the tokens that end a text; more may be added."""
+    """Changes the requests of an engine after a step.
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, eos: Sequence[int]) -> None:
-        self._scheduler, self.eos = scheduler, frozenset(eos)
+    release: takes back the pages of a request that has ended (`Scheduler.release`). eos: the tokens that end a text;
+    more may be added.
+    """
+
+    def __init__(self, release: Callable[[Request], None], tokenizer: Tokenizer | None, eos: Sequence[int]) -> None:
+        self._release, self.eos = release, frozenset(eos)
         self.spell = cache(partial(spelled, tokenizer)) if tokenizer else None
         """Gives a token's text; None if the artifact has no tokenizer."""
 
@@ -116,7 +119,7 @@ class Postprocessor:
     ) -> Update:
         """Free the pages of a request that ends with these tokens."""
         request.metrics.finished_time = now
-        self._scheduler.release(request)
+        self._release(request)
         return Update(request, tokens, reason, logprobs)
 
     def publish(self, update: Update) -> bool:
@@ -159,4 +162,4 @@ class Postprocessor:
             last, ends = output.token_ids[-1], _NONE if request.params.ignore_eos else self.eos
             output.stop_reason = last if last in request.params.stop_tokens - ends else None
         output.finish_reason = "stop" if output.stop_reason is not None and reason != "abort" else reason
-        self._scheduler.release(request)
+        self._release(request)

@@ -14,7 +14,8 @@ from qcompile.runtime.engine.speculative import Speculation
 from qcompile.runtime.engine.timing import CallTimer
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling import accept
-from qcompile.runtime.sampling.sampling import Draws, FloatArray
+from qcompile.runtime.sampling.arrays import FloatArray
+from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.step import Rows, StepExecutor
 
 

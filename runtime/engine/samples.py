@@ -8,7 +8,7 @@ from dataclasses import replace
 from qcompile.errors import OverflowedError, QCompileError, UsageError
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from qcompile.runtime.request import Request
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 
 
 class PromptSamples:

@@ -6,13 +6,12 @@ as a step, the pages and the requests' limits allow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from qcompile.runtime.engine.plan import StepPlan
-from qcompile.runtime.engine.scheduler import Scheduler
 from qcompile.runtime.options import AUTO
 from qcompile.runtime.request import Request
 from qcompile.runtime.speculation.controller import GammaChoice, GammaController
@@ -35,13 +34,13 @@ class RoundsResult(NamedTuple):
 class Speculation:
     """Speculative decoding of an engine's requests. All fields but the first two may change between steps.
 
-    drafter: None if the model has no drafts. gamma: tokens to draft per round; 0 for none, AUTO for what `controller`
-    chooses. rejects: whether requests with a temperature accept drafts by rejection sampling, which accepts more
-    drafts, but gives other tokens than decoding without drafts.
+    reserve: takes pages for tokens (`Scheduler.reserve`). drafter: None if the model has no drafts. gamma: tokens to
+    draft per round; 0 for none, AUTO for what `controller` chooses. rejects: whether requests with a temperature accept
+    drafts by rejection sampling, which accepts more drafts, but gives other tokens than decoding without drafts.
     """
 
     executor: StepExecutor
-    scheduler: Scheduler
+    reserve: Callable[[Sequence[Request], int], int]
     drafter: Drafter | None = None
     gamma: int = 0
     controller: GammaController | None = None
@@ -121,7 +120,7 @@ class Speculation:
         """Drafts for each request of a step, as far as pages suffice: greedy, or sampled with its parameters."""
         assert self.drafter
         drafting = [index for index, gamma in enumerate(gammas) if gamma]
-        room = self.scheduler.reserve([plan.requests[index] for index in drafting], max(gammas) + 1) - 1
+        room = self.reserve([plan.requests[index] for index in drafting], max(gammas) + 1) - 1
         drafts: list[list[int]] = [[] for _ in gammas]
         draw = partial(self.drafter.draw, distributions=self.rejects)
         for propose, greedy in ((self.drafter.propose, True), (draw, False)):
@@ -136,7 +135,7 @@ class Speculation:
         """Run up to `most` rounds in one call, as far as pages suffice. Advances the requests' computed positions."""
         assert isinstance(self.drafter, Speculator)
         wanted = max(gammas) + 1
-        tokens = self.scheduler.reserve(plan.requests, most * wanted)
+        tokens = self.reserve(plan.requests, most * wanted)
         rounds = max(1, tokens // wanted)
         ends = []
         for request, gamma in zip(plan.requests, gammas, strict=True):

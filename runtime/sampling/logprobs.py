@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float32]
-DoubleArray = npt.NDArray[np.float64]
+from qcompile.runtime.sampling.arrays import DoubleArray, FloatArray
+
 Spell = Callable[[int], str]
 
 MOST_REPORTED = 20

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float32]
+from qcompile.runtime.sampling.arrays import FloatArray
+
 IntArray = npt.NDArray[np.int32]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qcompile.errors import UsageError
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 
 
 def check_supported(params: SamplingParams, vocab: int, has_tokenizer: bool) -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from qcompile.errors import UsageError
 from qcompile.runtime.outputs import RequestOutput
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.structured import StructureFields, asked_structure
 
 MOST_LOGPROBS = 20

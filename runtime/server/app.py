@@ -29,7 +29,7 @@ from qcompile.runtime.dialogue import DialogueFormat
 from qcompile.runtime.infill import infill_tokens
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server import api
 from qcompile.runtime.server.chat_api import ChatRequest
 from qcompile.runtime.server.chat_replies import ChatReply

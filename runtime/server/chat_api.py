@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from qcompile.errors import UsageError, shown
 from qcompile.runtime.dialogue import Dialogue
 from qcompile.runtime.parsers.call_parser import is_name
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.api import MOST_LOGPROBS, BodyPart, Common, Count
 
 _CHAT_FIELDS = ("tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")

@@ -15,7 +15,7 @@ from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.masks import Grammar
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 
 _PIECE_SECONDS, _MOST_PIECE_SECONDS = 170e-6, 48e-3
 """Shortest time between two pieces of a stream: the first number for each running sample, at most the second. To make

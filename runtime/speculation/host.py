@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.request import Request
-from qcompile.runtime.sampling.sampling import FloatArray
+from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.speculation import lookup
 from qcompile.runtime.speculation.stages import DraftStage, Speculator, StageResult, top_probability
 from qcompile.runtime.step import Rows

@@ -21,7 +21,8 @@ import numpy as np
 from qcompile.errors import OverflowedError
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.request import Request
-from qcompile.runtime.sampling.sampling import GREEDY, FloatArray
+from qcompile.runtime.sampling.arrays import FloatArray
+from qcompile.runtime.sampling.draws import GREEDY
 from qcompile.runtime.speculation.lookup import WINDOW
 from qcompile.runtime.step import Rows, StepExecutor
 

@@ -13,7 +13,7 @@ from qcompile.runtime.chat import ChatTemplate
 from qcompile.runtime.dialogue import Dialogue, DialogueFormat
 from qcompile.runtime.forced_calls import calls_schema
 from qcompile.runtime.parsers.reply import ParsedReply
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from tests.support.conversations import TOOLS
 
 

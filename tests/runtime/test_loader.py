@@ -29,7 +29,7 @@ from qcompile.runtime import loader
 from qcompile.runtime.cpu import executor
 from qcompile.runtime.load import load
 from qcompile.runtime.loader import Arena, load_artifact
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from tests.support.fake import byte_tokenizer
 
 parsed = reader.parse_manifest

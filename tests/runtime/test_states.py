@@ -18,7 +18,7 @@ import qcompile
 from qcompile import check
 from qcompile.errors import ResourceError
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.speculation.host import HostSpeculator
 from tests.support.calls import fix_calls
 from tests.support.families import COMMON, save

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 from qcompile.errors import UsageError
 from qcompile.runtime.detokenizer import Detokenizer, spelled
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.tokenizer import encode
 from tests.support.calls import fix_calls
 from tests.support.fake import CONTEXT, VOCAB, byte_tokenizer, fake_llm, reference_greedy

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qcompile
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from tests.support import modules
 from tests.support.families import save
 from tests.support.token_loops import Delta, Fixed, Loop

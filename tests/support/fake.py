@@ -23,9 +23,12 @@ from qcompile.runtime.cpu.executor import Executor, QcDraws
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.sampling.accept import pick
+from qcompile.runtime.sampling.arrays import FloatArray
+from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.sampling.masks import mask_words
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, penalize
-from qcompile.runtime.sampling.sampling import Draws, FloatArray, SamplingParams, distribution
+from qcompile.runtime.sampling.sampling import distribution
 from qcompile.runtime.step import Limits, Rows
 
 VOCAB, PAGE_TOKENS, MAX_TOKENS, CONTEXT, EOS = 260, 64, 96, 1000, 0

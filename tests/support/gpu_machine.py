@@ -26,7 +26,7 @@ from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
 from qcompile.runtime.request import Request
-from qcompile.runtime.sampling.sampling import Draws
+from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.speculation.controller import GammaController
 from qcompile.runtime.speculation.costs import GAMMAS, RoundCosts, SpeculationPrior
 from qcompile.runtime.step import Limits

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qcompile.runtime.sampling.logprobs import Logprob
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.8},

@@ -12,8 +12,8 @@ import pytest
 import qcompile
 from qcompile import SamplingParams
 from qcompile.runtime.cpu.executor import Executor, draws_array
+from qcompile.runtime.sampling.draws import GREEDY
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
-from qcompile.runtime.sampling.sampling import GREEDY
 from tests.codegen.cpu.test_sample import rows_of
 from tests.runtime.engine.test_batches import run
 from tests.support.harness import ISAS

@@ -15,8 +15,8 @@ import qcompile
 from qcompile import SamplingParams
 from qcompile.runtime.cpu.executor import Executor, draws_array
 from qcompile.runtime.llm import LLM
+from qcompile.runtime.sampling.draws import GREEDY
 from qcompile.runtime.sampling.logprobs import empty_reports, logprobs_of, reported_logprobs
-from qcompile.runtime.sampling.sampling import GREEDY
 from tests.codegen.cpu.test_sample import rows_of
 from tests.runtime.engine.test_batches import Work, run
 from tests.support.harness import ISAS

@@ -12,7 +12,8 @@ import pytest
 import qcompile
 from qcompile.runtime.cpu.executor import Executor, draws_array
 from qcompile.runtime.sampling.accept import pick
-from qcompile.runtime.sampling.sampling import Sampler, SamplingParams, distribution
+from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.sampling.sampling import Sampler, distribution
 from tests.runtime.engine.test_batches import run
 from tests.support.harness import ISAS
 from tests.support.sampled import OPTIONS, same_outputs

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.targets import TARGETS
 from tests.support.calls import fix_calls
 from tests.support.graphs import decoder

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from qcompile.runtime.sampling.draws import GREEDY
 from qcompile.runtime.sampling.masks import Grammar, Masks, mask_words
-from qcompile.runtime.sampling.sampling import GREEDY, SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import Rows
 from tests.codegen.gpu.test_sample import SMALL
 from tests.support.graphs import decoder

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from qcompile.runtime.cuda import sampling as device_sampling
+from qcompile.runtime.sampling.draws import GREEDY, Draws
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
-from qcompile.runtime.sampling.sampling import GREEDY, Draws, SamplingParams
 from tests.codegen.gpu.test_sample import SMALL
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted, needs_triton

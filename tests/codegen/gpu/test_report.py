@@ -14,9 +14,10 @@ from torch import Tensor
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.runtime.cuda import sampling as device_sampling
 from qcompile.runtime.request import Request
+from qcompile.runtime.sampling.draws import GREEDY, Draws
 from qcompile.runtime.sampling.logprobs import MOST_REPORTED, empty_reports, logprobs_of, reported_logprobs
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Bias, Penalties
-from qcompile.runtime.sampling.sampling import GREEDY, Draws, SamplingParams
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_sample import SMALL
 from tests.support.graphs import decoder

@@ -13,7 +13,8 @@ from torch import Tensor
 from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.launches import LaunchPlan
 from qcompile.runtime.sampling.accept import pick
-from qcompile.runtime.sampling.sampling import SamplingParams, distribution
+from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.sampling.sampling import distribution
 from qcompile.targets import TARGETS
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted

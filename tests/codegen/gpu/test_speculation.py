@@ -14,7 +14,7 @@ from qcompile.codegen.gpu.launches import TEXT_TOKENS
 from qcompile.codegen.gpu.rounds import lookup_launch, round_launches
 from qcompile.runtime.cuda.rounds import CudaRounds
 from qcompile.runtime.sampling import accept
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.speculation import lookup
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.targets import TARGETS

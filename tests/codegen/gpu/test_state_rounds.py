@@ -10,7 +10,7 @@ import torch
 from qcompile.codegen.gpu.compile import load
 from qcompile.codegen.gpu.rounds import round_launches
 from qcompile.runtime.cuda.rounds import CudaRounds
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.speculation import lookup
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.step import EVERYTHING, Rows

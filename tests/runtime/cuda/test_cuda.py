@@ -16,8 +16,8 @@ from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.memory import pages_in
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.engine.blocks import requested_pages
+from qcompile.runtime.sampling.draws import GREEDY
 from qcompile.runtime.sampling.logprobs import empty_reports
-from qcompile.runtime.sampling.sampling import GREEDY
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.reencode import Reencoder
 from qcompile.runtime.speculation.stages import DraftStage

@@ -14,7 +14,7 @@ import qcompile
 from qcompile import SamplingParams
 from qcompile.runtime.cpu.executor import Executor
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.sampling.sampling import FloatArray
+from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.step import Rows
 
 BATCHES = 200

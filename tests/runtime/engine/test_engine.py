@@ -21,7 +21,7 @@ from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.scheduler import Scheduler
 from qcompile.runtime.engine.timing import StepsPerCall
 from qcompile.runtime.request import SequenceState, SpeculationState
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.stages import DraftStage, Speculator
 from qcompile.runtime.step import Limits, Rows

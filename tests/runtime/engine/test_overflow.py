@@ -18,7 +18,7 @@ from qcompile.errors import OverflowedError, UnsupportedError
 from qcompile.runtime import evaluate
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.request import Request
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.speculation.stages import Speculator
 from tests.runtime.server.test_server import serving
 from tests.support.fake import byte_tokenizer, fake_llm, reference_greedy

@@ -17,7 +17,7 @@ from qcompile.runtime.cpu.executor import Executor
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.prefixes import PrefixTree
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import Rows
 from tests.support.fake import PAGE_TOKENS, VOCAB, fake_llm, reference_greedy
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from qcompile.runtime.sampling import accept
-from qcompile.runtime.sampling.sampling import Sampler, SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.sampling.sampling import Sampler
 
 VOCAB, DRAWS = 16, 200_000
 SETTINGS = {

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from qcompile.errors import OverflowedError
+from qcompile.runtime.sampling.draws import GREEDY
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Occurrences, penalize
-from qcompile.runtime.sampling.sampling import GREEDY, Sampler, SamplingParams
+from qcompile.runtime.sampling.sampling import Sampler
 from qcompile.runtime.speculation.stages import DraftStage, Speculator
 from tests.support.fake import fake_llm
 from tests.support.sampled import penalized

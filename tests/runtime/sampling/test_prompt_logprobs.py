@@ -12,7 +12,7 @@ from qcompile.runtime.cpu.executor import Executor
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.logprobs import logprobs_of
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import Rows
 from tests.runtime.engine.test_prefixes import text
 from tests.support.fake import CONTEXT, PAGE_TOKENS, fake_llm, reference_logits

@@ -10,8 +10,9 @@ import pytest
 
 from qcompile.errors import UnsupportedError
 from qcompile.runtime.sampling.logprobs import logprobs_of
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import penalize
-from qcompile.runtime.sampling.sampling import Sampler, SamplingParams, distribution
+from qcompile.runtime.sampling.sampling import Sampler, distribution
 
 LOGITS = np.array([2.0, -1.0, 0.5, 3.0, 3.0, -4.0, 1.0, 0.0], np.float32)
 

@@ -18,7 +18,7 @@ from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling import grammars
 from qcompile.runtime.sampling.grammars import Grammars
 from qcompile.runtime.sampling.masks import GrammarState, mask_words
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.structured import StructuredOutputsParams
 from qcompile.runtime.speculation.stages import DraftStage, Speculator
 from tests.support.fake import EOS, VOCAB, byte_tokenizer, fake_llm

@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from qcompile.cli.chat import Conversation
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime import chat
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from tests.support.fake import byte_tokenizer, fake_llm, listed
 
 

@@ -13,7 +13,7 @@ import pytest
 from qcompile.errors import OverflowedError, UsageError
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
-from qcompile.runtime.sampling.sampling import SamplingParams
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server import service as service_module
 from qcompile.runtime.server.service import Answer, BusyError, Service
 from tests.support.calls import fix_calls

@@ -1,0 +1,49 @@
+"""What an executor needs to draw the tokens of a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from qcompile.runtime.sampling.arrays import DoubleArray
+from qcompile.runtime.sampling.masks import Masks
+from qcompile.runtime.sampling.penalties import Bias, Penalties
+
+
+class Draws(NamedTuple):
+    """How an executor draws a sequence's tokens: options, and the random number for each position from `first` on.
+
+    temperature: 0 is greedy. top_k: 0 is no limit. min_logit: what to add to the largest logit for min-p's limit.
+    bias, penalties, masks: None if the logits are drawn from as they are. The tokens listed there are those up to
+    position `first`. known: tokens whose logits are those of the positions before `first`, of which nothing is drawn.
+    reports: None, or where the executor reports log probabilities (`logprobs.empty_reports`): first of the known
+    tokens, then of the token whose logits are those of position `first`, and so on. Rows of tokens that are rejected
+    are undefined.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_logit: float = -math.inf
+    top_k: int = 0
+    first: int = 0
+    """The position of the token whose logits the first random number draws from."""
+    uniforms: Sequence[float] = ()
+    penalties: Penalties | None = None
+    bias: Bias | None = None
+    known: Sequence[int] = ()
+    reports: DoubleArray | None = None
+    masks: Masks | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether only the argmax of the logits is wanted."""
+        return not (self.temperature or self.penalties or self.bias or self.masks) and self.reports is None
+
+    @property
+    def unreported(self) -> Draws:
+        """The same draws without reports: for drafts."""
+        return self._replace(known=(), reports=None) if self.reports is not None else self
+
+
+GREEDY = Draws()
