@@ -46,6 +46,8 @@ from qcompile.targets import Target
 
 MOST_ROWS = 8192
 """Most rows of a step."""
+MOST_ITEMS = (1 << 31) - 1
+"""Most elements of a buffer of a step's rows: kernels compute where a row begins with 32 bits."""
 MOST_OUTPUTS = 512
 """Most rows with logits of a step, and most sequences."""
 SPLIT_ROWS = 512
@@ -168,7 +170,7 @@ class LaunchPlan:
             "abi": GPU_ABI,
             "capability": self.target.capability,
             "split": self.split,
-            "most_rows": MOST_ROWS,
+            "most_rows": most_rows(program),
             **self.limits.facts,
             "multiprocessors": self.target.multiprocessors,
             "ordered_programs": self.ordered_programs,
@@ -187,6 +189,12 @@ class LaunchPlan:
             "weights": len(program.weights),
         }
         return json.dumps(data, sort_keys=True, indent=1) + "\n"
+
+
+def most_rows(program: Program) -> int:
+    """Most rows of a step of `program`: fewer than MOST_ROWS if a buffer of so many would have over MOST_ITEMS."""
+    widest = max((buffer.stride for buffer in program.buffers if buffer.rows == "tokens"), default=1)
+    return min(MOST_ROWS, MOST_ITEMS // widest)
 
 
 def _json_of(launches: Iterable[Launch]) -> list[dict[str, Any]]:

@@ -48,19 +48,20 @@ def open_cuda(
     """Verify every file of the artifact, copy its weights to the GPU, and open its plan and, if wanted, its drafts.
 
     `memory_share` is the share of the GPU's memory that may be used, `tokenizer` the target's, `step_rows` the most
-    rows of a step (by default STEP_TOKENS, or fewer where memory is short). Raises ArtifactError (damaged, or its
-    kernels do not run on this GPU), ResourceError (no driver, GPU, or memory), UsageError (less cache than a page).
+    rows of a step (by default STEP_TOKENS; fewer where memory is short or the kernels take fewer). Raises ArtifactError
+    (damaged, or its kernels do not run on this GPU), ResourceError (no driver, GPU, or memory), UsageError (less cache
+    than a page, or more rows than the kernels take).
     """
     gpu = driver()
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
-    rows = step_rows or min(STEP_TOKENS["cuda"], runtime["max_tokens"])
-    sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
-    limits = Limits(*sizes, kv.get("ring_tokens") or 0, max_batch, runtime.get("max_outputs") or 0)
     small = _read_other_files(root, manifest)
     levels = runtime.get("levels") or [] if drafts else []
     paths = [level for level in levels if "library" in level]
     plans = [json.loads(small[path["library"]]) for path in (runtime, *paths)]
+    rows = step_rows or min(STEP_TOKENS["cuda"], runtime["max_tokens"], plans[0]["most_rows"])
+    sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
+    limits = Limits(*sizes, kv.get("ring_tokens") or 0, max_batch, runtime.get("max_outputs") or 0)
     page_bytes = kv["page_bytes"] + sum(path["kv"]["page_bytes"] for path in paths if path.get("kv"))
     slot_bytes = sum(
         plan.get("slot_bytes", 0) for plan, path in zip(plans, (runtime, *paths), strict=True) if path.get("kv")

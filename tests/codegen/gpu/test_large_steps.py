@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from qcompile import pipeline
+from qcompile.codegen.buffers import Buffer
 from qcompile.codegen.gpu.gemm.render import compile_for
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tiles import choose
-from qcompile.codegen.gpu.launches import MOST_OUTPUTS, MOST_ROWS
+from qcompile.codegen.gpu.launches import MOST_OUTPUTS, MOST_ROWS, most_rows
 from qcompile.codegen.gpu.plan import make_plan
+from qcompile.codegen.kv_layout import KVLayout
+from qcompile.codegen.program import Program
 from qcompile.runtime.step import Rows
 from qcompile.targets import TARGETS
 from tests.support.graphs import decoder
@@ -61,6 +64,16 @@ def test_memory_of_a_plan_is_for_the_steps_that_are_run(recipe: str, target: str
         if launch.by in ("tokens", "outputs", "prompt_tokens"):
             assert launch.variants[-1].most == 0 and launch.variants[-1].code, launch.name
     assert plan.follow[0].variants[-1].most == MOST_ROWS
+
+
+def test_kernels_take_as_many_rows_as_32_bits_count_the_elements_of() -> None:
+    def most(stride: int, rows: Any) -> int:
+        buffers = Buffer("x", "f32", stride, rows=rows), Buffer("y", "bf16", 32)
+        return most_rows(Program(8, 8, buffers, (), (), KVLayout("kv16", 0, 0, 0, 64)))
+
+    assert most(1 << 18, "outputs") == MOST_ROWS  # at most MOST_OUTPUTS
+    assert most((1 << 18) - 32, "tokens") == MOST_ROWS and most(1 << 18, "tokens") == MOST_ROWS - 1
+    assert most(1 << 20, "tokens") == 2047
 
 
 @pytest.mark.parametrize("format", ["qoq_g128", "w8_sym_channel"])

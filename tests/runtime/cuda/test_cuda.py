@@ -367,7 +367,7 @@ def test_weights_of_a_model_without_room_for_a_page_are_given_back(
         unload=loaded.remove,
     )
     plan = {"kernels": {"k": {"function": "k", "shared_bytes": 0}}, "arena_bytes": {"tokens": 100, "outputs": 10}}
-    plan["scratch"] = {}
+    plan |= {"scratch": {}, "most_rows": 48}
     for name, content in {"weights": bytes(4096), "plan": json.dumps(plan).encode(), "k.cubin": b""}.items():
         (tmp_path / name).write_bytes(content)
     runtime = {"max_tokens": 64, "vocab_size": 10, "kv": {"page_bytes": 1 << 20, "page_tokens": 64}, "library": "plan"}
@@ -377,7 +377,7 @@ def test_weights_of_a_model_without_room_for_a_page_are_given_back(
     with pytest.raises(ResourceError, match="no GPU memory for one KV page"):
         load.open_cuda(tmp_path, manifest, 1, None, 1.0, drafts=False)
     free[0] = 1 << 20
-    with pytest.raises(ResourceError, match=r"steps of 64 rows take [\d,]+ bytes .* lower max_num_batched_tokens"):
+    with pytest.raises(ResourceError, match=r"steps of 48 rows take [\d,]+ bytes .* lower max_num_batched_tokens"):
         load.open_cuda(tmp_path, manifest, 1, None, 1.0, drafts=False)
     with pytest.raises(UsageError, match="less than one page"):  # before anything is on the GPU
         load.open_cuda(tmp_path, manifest, 1, 1, 0.9, drafts=False)
