@@ -5,10 +5,12 @@ The host writes them while the GPU computes the step's logits.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 from qcompile.runtime.cuda.driver import Driver
-from qcompile.runtime.cuda.memory import PinnedNumbers
+from qcompile.runtime.cuda.memory import MirroredNumbers
 from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.sampling.masks import GrammarState, mask_words
 from qcompile.runtime.step import Rows
@@ -24,10 +26,13 @@ class DeviceMasks:
         self._driver, self._rows, self._words = driver, rows, mask_words(vocab)
         self._starts: list[int] = []
         self._wanted: list[tuple[GrammarState, list[int]]] = []
-        self._room = 0
-        self._host = PinnedNumbers(driver)
-        self.address = 0
-        """Where the array is on the GPU; `grow` changes it."""
+        self._numbers: MirroredNumbers | None = None
+        self._sent: Any = None
+
+    @property
+    def address(self) -> int:
+        """Where the array is on the GPU, 0 if masks were never used; `grow` changes it."""
+        return self._numbers.address if self._numbers else 0
 
     def want(self, sequences: Sequence[Rows], draws: Sequence[Draws]) -> bool:
         """Note which masks a step needs. Returns whether it needs any."""
@@ -53,32 +58,35 @@ class DeviceMasks:
     @property
     def lacks_room(self) -> bool:
         """Whether the noted masks need more memory."""
-        return len(self._wanted) > self._room
+        return bool(self._wanted) and self._items(len(self._wanted)) > (self._numbers.items if self._numbers else 0)
+
+    def _items(self, masks: int) -> int:
+        """Numbers of an array with so many masks."""
+        return self._rows + masks * self._words
 
     def grow(self) -> None:
         """Make room for the noted masks. No launch that knows the old address may be running, or run later."""
         if self.lacks_room:
+            items = self._items(1 << (len(self._wanted) - 1).bit_length())
+            numbers = MirroredNumbers(self._driver, items, 4, "masks of tokens")
             self.free()
-            room = 1 << (len(self._wanted) - 1).bit_length()
-            items = self._rows + room * self._words
-            self._driver.use()
-            self.address = self._driver.allocate(4 * items, "masks of tokens")
-            self._host.open(items)
-            self._room = room
+            self._numbers, self._sent = numbers, self._driver.event()
 
     def send(self) -> None:
         """Write the noted masks, and queue their copy to the GPU."""
-        numbers = self._host.begin()
-        numbers[: len(self._starts)] = self._starts
+        assert self._numbers is not None
+        self._driver.wait_for(self._sent)  # what was sent before may be on its way
+        address = self._numbers.host_address
+        starts: Any = (ctypes.c_int32 * len(self._starts)).from_address(address)
+        starts[:] = self._starts
         for index, (grammar, ahead) in enumerate(self._wanted):
-            first = self._rows + index * self._words
-            grammar.fill(ahead, self._host.address + 4 * first, self._words)
-        self._driver.use()
-        self._host.send(self.address, self._rows + len(self._wanted) * self._words)
+            grammar.fill(ahead, address + 4 * self._items(index), self._words)
+        self._numbers.send(self._items(len(self._wanted)))
+        self._driver.record(self._sent)
 
     def free(self) -> None:
         """Free the memory on both sides."""
-        if self._room:
-            self._driver.free(self.address)
-            self._host.free()
-            self.address = self._room = 0
+        if self._numbers:
+            self._numbers.free()
+            self._driver.drop_event(self._sent)
+            self._numbers = self._sent = None

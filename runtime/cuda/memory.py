@@ -125,14 +125,14 @@ class PinnedNumbers:
     """Int32 numbers in pinned host memory, for copies to or from the GPU."""
 
     def __init__(self, driver: Driver) -> None:
-        self._driver, self.address = driver, 0
+        self._driver, self._address = driver, 0
         self._copied: Any = None
 
     def open(self, items: int) -> None:
         """Allocate memory for `items` numbers."""
         self._copied = self._driver.event()
-        self.address = self._driver.pinned(4 * items)
-        self._numbers: Any = (ctypes.c_int32 * items).from_address(self.address)
+        self._address = self._driver.pinned(4 * items)
+        self._numbers: Any = (ctypes.c_int32 * items).from_address(self._address)
 
     def begin(self) -> Any:
         """The numbers, after the last copy."""
@@ -141,21 +141,50 @@ class PinnedNumbers:
 
     def send(self, to: int, items: int) -> None:
         """Queue a copy of the first `items` numbers to the GPU."""
-        self._driver.upload(to, self.address, 4 * items)
+        self._driver.upload(to, self._address, 4 * items)
         self._driver.record(self._copied)
 
     def fetch(self, source: int, items: int) -> None:
         """Queue a copy of `items` numbers from the GPU to the first ones."""
         if items:
-            self._driver.download(self.address, source, 4 * items)
+            self._driver.download(self._address, source, 4 * items)
         self._driver.record(self._copied)
 
     def free(self) -> None:
         """Free the memory."""
         if self._copied is not None:
             self._driver.drop_event(self._copied)
-        if self.address:
-            self._driver.free_pinned(self.address)
+        if self._address:
+            self._driver.free_pinned(self._address)
+
+
+class MirroredNumbers:
+    """Memory of `items` numbers of `size` bytes on the GPU, with a copy in pinned host memory."""
+
+    def __init__(self, driver: Driver, items: int, size: int, what: str) -> None:
+        self._driver, self._size, self.items = driver, size, items
+        driver.use()
+        self.address = driver.allocate(size * items, what)
+        try:
+            self.host_address = driver.pinned(size * items)
+        except BaseException:
+            driver.free(self.address)
+            raise
+
+    def send(self, items: int) -> None:
+        """Queue a copy of the first numbers to the GPU."""
+        self._driver.use()
+        self._driver.upload(self.address, self.host_address, self._size * items)
+
+    def fetch(self, items: int) -> None:
+        """Queue a copy of the first numbers to the host."""
+        self._driver.use()
+        self._driver.download(self.host_address, self.address, self._size * items)
+
+    def free(self) -> None:
+        """Free the memory on both sides."""
+        self._driver.free(self.address)
+        self._driver.free_pinned(self.host_address)
 
 
 def _aligned(rows: int, to: int = _ROW_ALIGNMENT) -> int:

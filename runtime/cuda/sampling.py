@@ -11,6 +11,7 @@ import numpy as np
 
 from qcompile.artifact.abi import GpuSamplingOptions
 from qcompile.runtime.cuda.driver import Driver
+from qcompile.runtime.cuda.memory import MirroredNumbers
 from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.sampling.logprobs import DoubleArray, alternatives_of, empty_reports
 from qcompile.runtime.sampling.penalties import IntArray
@@ -25,35 +26,6 @@ _FIRST_REPORTS = 1 << 10
 _NO_REPORTS = empty_reports(0, 0)
 
 
-class _Pair:
-    """Memory of `items` numbers of `size` bytes on the GPU, with a copy in pinned host memory."""
-
-    def __init__(self, driver: Driver, items: int, size: int, what: str) -> None:
-        self._driver, self._size, self.items = driver, size, items
-        driver.use()
-        self.address = driver.allocate(size * items, what)
-        try:
-            self.host_address = driver.pinned(size * items)
-        except BaseException:
-            driver.free(self.address)
-            raise
-
-    def send(self, items: int) -> None:
-        """Queue a copy of the first numbers to the GPU."""
-        self._driver.use()
-        self._driver.upload(self.address, self.host_address, self._size * items)
-
-    def fetch(self, items: int) -> None:
-        """Queue a copy of the first numbers to the host."""
-        self._driver.use()
-        self._driver.download(self.host_address, self.address, self._size * items)
-
-    def free(self) -> None:
-        """Free the memory on both sides."""
-        self._driver.free(self.address)
-        self._driver.free_pinned(self.host_address)
-
-
 class DeviceSampling:
     """Arrays on the GPU by which kernels sample.
 
@@ -63,7 +35,7 @@ class DeviceSampling:
 
     def __init__(self, driver: Driver, sequences: int) -> None:
         self._driver, self._first = driver, _OPTIONS * sequences
-        self._numbers = _Pair(driver, self._first + MOST_DRAWS, 8, "random numbers")
+        self._numbers = MirroredNumbers(driver, self._first + MOST_DRAWS, 8, "random numbers")
         self._host: Any = (ctypes.c_double * self._numbers.items).from_address(self._numbers.host_address)
         self._wanted: list[DoubleArray] = []
         self._sent = driver.event()
@@ -78,14 +50,14 @@ class DeviceSampling:
             driver.drop_event(self._sent)
             raise
 
-    def _make_lists(self, items: int) -> _Pair:
-        lists = _Pair(self._driver, items, 4, "lists of tokens")
+    def _make_lists(self, items: int) -> MirroredNumbers:
+        lists = MirroredNumbers(self._driver, items, 4, "lists of tokens")
         memory: Any = (ctypes.c_int32 * items).from_address(lists.host_address)
         self._tokens = np.ctypeslib.as_array(memory)
         return lists
 
-    def _make_reports(self, items: int) -> _Pair:
-        reports = _Pair(self._driver, items, 8, "log probabilities")
+    def _make_reports(self, items: int) -> MirroredNumbers:
+        reports = MirroredNumbers(self._driver, items, 8, "log probabilities")
         memory: Any = (ctypes.c_double * items).from_address(reports.host_address)
         self._reported = np.ctypeslib.as_array(memory)
         return reports

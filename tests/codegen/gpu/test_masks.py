@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from qcompile.errors import ResourceError
 from qcompile.runtime.sampling.draws import GREEDY
 from qcompile.runtime.sampling.masks import Grammar, Masks, mask_words
 from qcompile.runtime.sampling.params import SamplingParams
@@ -152,3 +153,28 @@ def test_the_kernel_compiles() -> None:
     for capability in (80, 90):
         assert compile_kernel(mask_kernel(151936), capability).spill_bytes == 0
     assert mask_words(33) == 2
+
+
+def test_masks_that_find_no_memory_leave_none_behind() -> None:
+    from qcompile.runtime.cuda.masks import DeviceMasks
+    from tests.support.fake_driver import FakeDriver
+
+    driver: Any = FakeDriver()
+    masks = DeviceMasks(driver, 64, 100)
+    draws = [GREEDY._replace(first=0, masks=Masks(GRAMMAR.start(), 1))]
+    assert masks.want([Rows([5], 0, (), 1)], draws)
+    pinned, driver.pinned = driver.pinned, _no_memory
+    with pytest.raises(ResourceError):
+        masks.grow()
+    assert masks.lacks_room and not masks.address and not driver.memory
+    driver.pinned = pinned
+    masks.grow()
+    masks.send()
+    assert not masks.lacks_room and len(driver.memory) == 1
+    masks.free()
+    masks.free()
+    assert not driver.memory
+
+
+def _no_memory(size: int) -> int:
+    raise ResourceError(f"no pinned memory of {size} bytes")
