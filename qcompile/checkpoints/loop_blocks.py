@@ -20,6 +20,8 @@ from qcompile.checkpoints.loop_numbers import sized
 
 MOST = 1 << 14
 """Tokens of a block at most."""
+SEQUENCES = 2
+"""Sequences of a proof: more than one, so that code that mixes sequences shows."""
 
 
 def block_size(count: Any, tokens: Any) -> int | None:
@@ -47,9 +49,9 @@ def block_size(count: Any, tokens: Any) -> int | None:
 
 
 def run_blocks(body: Body, result: Ref, dim: int, length: int) -> Tensor:
-    """The results of the loop's own code for `length` tokens of one sequence, joined along `dim`.
+    """The results of the loop's own code for `length` tokens of SEQUENCES sequences, joined along `dim`.
 
-    The outside tensors of `body` have one sequence and `length` tokens where they have several.
+    `body` is one of `with_random`.
     """
     assert body.block is not None
     carried: dict[Ref, Tensor] = {}
@@ -71,8 +73,8 @@ def _block(body: Body, carried: dict[Ref, Tensor], start: int, count: int) -> di
                 return body.outside[item.number]
             if item.kind == "own":
                 return values[item.number, item.item]
-            return carried[item] if carried else torch.zeros([_one(size) for size in body.shape(item)])
-        return 1 if isinstance(item, torch.SymInt) else sized(item, count)
+            return carried[item] if carried else torch.zeros([_known(size) for size in body.shape(item)])
+        return SEQUENCES if isinstance(item, torch.SymInt) else sized(item, count)
 
     for number, step in enumerate(body.steps):
         if step.token is not None:
@@ -84,18 +86,18 @@ def _block(body: Body, carried: dict[Ref, Tensor], start: int, count: int) -> di
     return values
 
 
-def _one(size: Any) -> int:
-    """1 for the number of sequences."""
-    return size if isinstance(size, int) else 1
+def _known(size: Any) -> int:
+    """`size`, or SEQUENCES for the number of sequences."""
+    return size if isinstance(size, int) else SEQUENCES
 
 
 def with_random(body: Body, length: int) -> Body:
-    """`body` with random numbers for what it takes parts of by token: `length` tokens of one sequence."""
+    """`body` with random numbers for what it takes parts of by token: `length` tokens of SEQUENCES sequences."""
     taken = {step.args[0].number: step.token for step in body.steps if step.token is not None}
     outside = dict(body.outside)
     generator = torch.Generator().manual_seed(0)
     with torch.utils._python_dispatch._disable_current_modes():
         for number, dim in taken.items():
-            shape = [length if place == dim else _one(size) for place, size in enumerate(outside[number].shape)]
+            shape = [length if place == dim else _known(size) for place, size in enumerate(outside[number].shape)]
             outside[number] = torch.randn(shape, generator=generator)
-    return replace(body, outside=outside, batch=1, tokens=length)
+    return replace(body, outside=outside, batch=SEQUENCES, tokens=length)

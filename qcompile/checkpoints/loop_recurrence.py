@@ -114,7 +114,7 @@ class Recurrence:
                 return sized(item, 1)
             if repr(item) != repr(self.forms.body.batch):
                 raise refused("computes with the number of tokens")
-            return item * self.body.tokens
+            return self.body.batch * self.body.tokens
 
         return tree_map(fill, arguments)
 

@@ -101,8 +101,12 @@ def outer(k: Tensor, update: Tensor) -> Tensor:
 
 @define(lambda x, one, other: torch.empty_like(x), until="raise")
 def proved(x: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """x [...], if `one` and `other`, of one shape, agree but for rounding. Raises UnsupportedError if they do not."""
-    if bool((one - other).abs().max() > 1e-4 * one.abs().max()):  # 100 times what float32 rounding gives
+    """x [...], if `one` and `other`, of one shape, are finite and agree but for rounding.
+
+    Raises UnsupportedError if they do not.
+    """
+    alike = (one - other).abs().max() <= 1e-4 * one.abs().max()  # 100 times what float32 rounding gives
+    if not (bool(alike) and bool(one.isfinite().all())):
         raise UnsupportedError("a loop over blocks of tokens does not compute the recurrence of its single tokens")
     return x.clone()
 

@@ -151,10 +151,14 @@ class Blocks(Loop):
             n = end - start
             weights = q[:, :, start:end] @ k[:, :, start:end].transpose(-1, -2) * self.between[:, :n, :n]
             before = (q[:, :, start:end] * self.of_query[:, :n]) @ state
-            out.append(weights @ v[:, :, start:end] + before)
+            out.append(self.within(weights, v[:, :, start:end]) + before)
             added = (k[:, :, start:end] * self.of_key[:, -n:]).transpose(-1, -2) @ v[:, :, start:end]
             state = state * torch.exp(-self.slope * n) + added
         return torch.cat(out, -2).transpose(1, 2).flatten(2)
+
+    def within(self, weights: Tensor, v: Tensor) -> Tensor:
+        """What the tokens of a block read from their own block, by weights [B, H, N, N]."""
+        return weights @ v
 
 
 KINDS: dict[str, type[Loop]] = {
