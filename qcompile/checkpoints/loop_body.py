@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,19 +59,19 @@ class Step:
         """All of the call as a value to compare, with its Refs renamed."""
         leaves, tree = tree_flatten((self.args, dict(self.kwargs)))
         named = tuple(rename(item) if isinstance(item, Ref) else repr(item) for item in leaves)
-        return (self.name, str(tree), named, repr(self.shapes), self.token)
+        return (self.func, self.name, str(tree), named, repr(self.shapes), self.token)
 
 
 @dataclass
 class Recorder:
     """Runs functions in a loop over `tokens` tokens of `batch` sequences, and records them.
 
-    `zeros` are tensors that are known to hold zeros. `block` is as in Body.
+    `zeros` are the ids of tensors that are known to hold zeros. `block` is as in Body.
     """
 
     batch: Any
     tokens: Any
-    zeros: Mapping[int, Tensor]
+    zeros: Collection[int]
     block: int | None = None
     outside: dict[int, Tensor] = field(default_factory=dict)
     steps: list[list[Step]] = field(default_factory=list)
@@ -127,9 +127,13 @@ class Recorder:
         if name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")):
             raise refused(f"changes a tensor in place by {name}: use its form that makes a new one")
         name = next((turn for turn, of in _TURNS.items() if func == of), name)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        versions = [tensor._version for tensor in tensors]
         with disable_proxy_modes_tracing():  # results have shapes, and no place in the trace
             known = tree_unflatten([sized(leaf, 1) for leaf in leaves], tree) if self.block else (args, kwargs)
             result = func(*known[0], **known[1])
+        if versions != [tensor._version for tensor in tensors]:
+            raise refused(f"changes a tensor in place by {name}: use its form that makes a new one")
         made = [result] if isinstance(result, Tensor) else result
         if isinstance(made, (list, tuple)) and made and all(isinstance(one, Tensor) for one in made):
             named = [self._ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -243,8 +247,9 @@ class Body:
     @classmethod
     def of(cls, recorder: Recorder) -> Body:
         """The body that was recorded. Raises UnsupportedError if it does not treat all tokens alike."""
-        first, second, third = ([_relative(step, at) for step in steps] for at, steps in enumerate(recorder.steps))
-        if [step.key(lambda ref: ref) for step in second] != [step.key(lambda ref: ref) for step in third]:
+        first, second, *later = ([_relative(step, at) for step in steps] for at, steps in enumerate(recorder.steps))
+        key = [step.key(lambda ref: ref) for step in second]
+        if any([step.key(lambda ref: ref) for step in steps] != key for steps in later):
             raise refused("treats tokens differently")
         if len(first) != len(second):
             raise refused("treats the first token differently: let its state start from torch.zeros")
@@ -288,7 +293,7 @@ def _relative(step: Step, iteration: int) -> Step:
     return _renamed(step, rename)
 
 
-def _compare(first: Step, later: Step, carried: dict[Ref, Any], zeros: Mapping[int, Tensor]) -> None:
+def _compare(first: Step, later: Step, carried: dict[Ref, Any], zeros: Collection[int]) -> None:
     """Require that the step of the first token is that of later tokens, with zeros for what they carry."""
     ones, _ = tree_flatten((first.args, dict(first.kwargs)))
     others, _ = tree_flatten((later.args, dict(later.kwargs)))

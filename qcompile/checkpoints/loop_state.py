@@ -48,7 +48,6 @@ def match(forms: Forms, state: Factor, row: int | None) -> StateUpdate:
     gain: list[Factor] = []
     gain_number = 1.0
     if mixed:
-        pass
         gain, gain_number = _gain(mixed[0], own, key, state, row)
         value = [Term(term.number / gain_number, tuple(_without(term.factors, gain))) for term in value]
     by_head = {axis for term in own for axis in term.axes} | {axis for f in (*key, *gain) for axis in f.axes}

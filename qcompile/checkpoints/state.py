@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -25,12 +25,17 @@ State = dict[str, Any]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERS = (bool, int, float, complex, str, bytes)
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _DEEPEST = 8
 _ABSENT = object()
 _OVERWRITES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 """Operators that do not read the operand that they write to."""
+
+
+class _Length(int):
+    """The length of a container, in a State."""
 
 
 class Watched(nn.Module):
@@ -94,6 +99,20 @@ def collect(module: nn.Module) -> State:
     return collected
 
 
+def numbers(values: Mapping[str, Any]) -> State:
+    """The numbers and texts among `values`, and in what they hold; without tensors and the lengths of containers."""
+    collected: State = {}
+    seen: set[int] = set()
+    for name, value in values.items():
+        _collect(name, value, collected, seen)
+    return {path: value for path, value in collected.items() if type(value) in _NUMBERS}
+
+
+def changed_number(before: State, after: State) -> str | None:
+    """The path of a value that is in both states and differs, or None."""
+    return next((path for path in before if path in after and not _same(before, after, path)), None)
+
+
 def _attributes(owner: nn.Module) -> Iterator[tuple[str, Any]]:
     """Attributes of a module, and numbers among the attributes of its class."""
     for name, value in vars(owner).items():
@@ -114,7 +133,7 @@ def _collect(path: str, value: Any, collected: State, seen: set[int], depth: int
     elif id(value) not in seen and depth < _DEEPEST:
         seen.add(id(value))
         if isinstance(value, dict | list | tuple | set | frozenset | deque):
-            collected[path] = len(value)
+            collected[path] = _Length(len(value))
         for name, part in _parts(value):
             _collect(f"{path}{name}", part, collected, seen, depth + 1)
 

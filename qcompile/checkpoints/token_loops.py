@@ -1,10 +1,11 @@
 """Loops over tokens in a model's Python code, traced as recurrences of any number of tokens.
 
 A trace has a loop over tokens with one length only. While `TokenLoops` is active, a loop `for t in range(T)` over the
-T tokens of the model's inputs runs three times, and t is a `TokenNumber`, which can only take the token's
-slice of a tensor. Each function that the body calls is recorded. If all tokens are proved to be treated alike, and the
-values that one token leaves to the next start from zeros, the body is one token of a recurrence, which
-loop_recurrence.py writes in qcompile's operators for all tokens. Everything else is refused.
+T tokens of the model's inputs runs ITERATIONS times, and t is a `TokenNumber`, which can only take the token's slice of
+a tensor. Each function that the body calls is recorded. The body is one token of a recurrence if all recorded tokens
+are treated alike, the Python code counts nothing that could treat later ones differently, and the values that one token
+leaves to the next start from zeros. Then loop_recurrence.py writes it in qcompile's operators for all tokens.
+Everything else is refused.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from qcompile.checkpoints.loop_blocks import block_size
 from qcompile.checkpoints.loop_body import Body, Recorder
+from qcompile.checkpoints.loop_counts import Counts
 from qcompile.checkpoints.loop_numbers import BlockNumber, LoopError, TokenNumber, refused
 from qcompile.checkpoints.loop_recurrence import Recurrence
 from qcompile.errors import UnsupportedError
 
-ITERATIONS = 3
-"""The first token, whose state is the initial one, and two more, which show that later tokens are treated alike."""
+ITERATIONS = 24
+"""The first token, whose state is the initial one, and more, which must be treated alike. Three would do for code that
+keeps no count. Most counts are refused (loop_counts.py, `_length`); of others, this sees small ones."""
 
 _KEEPS_ZEROS = {"to", "type", "float", "expand", "expand_as", "view", "reshape", "unsqueeze", "clone", "contiguous"}
 _EARLY = "may end before the last token"
@@ -43,7 +46,7 @@ class TokenLoops(TorchFunctionMode):
         self._recorder: Recorder | None = None
         self._name = ""
         self._ended = False  # a loop, before its last token
-        self._zeros: dict[int, Tensor] = {}
+        self._zeros: dict[int, tuple[Tensor, int]] = {}  # by id: a tensor, and its version when it held zeros
         self._finished: list[tuple[Recorder, Recurrence]] = []
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -58,6 +61,10 @@ class TokenLoops(TorchFunctionMode):
             error = refused(_EARLY)
         if isinstance(error, LoopError):
             raise UnsupportedError(f"{self._name} {error}") from error
+
+    def records(self, item: Any) -> bool:
+        """Whether a loop that is running made the tensor `item`."""
+        return self._recorder is not None and self._recorder.made(item)
 
     def covers(self, count: Any) -> bool:
         """Whether `count` is the symbolic number of tokens."""
@@ -78,11 +85,13 @@ class TokenLoops(TorchFunctionMode):
     def _iterations(self, name: str, block: int | None) -> Iterator[Recorder]:
         """The recorder in each iteration of a loop, which several iterators may go through together."""
         self._name = name
-        recorder = self._recorder or Recorder(self.batch, self.tokens, self._zeros, block)
+        recorder = self._recorder or Recorder(self.batch, self.tokens, self._held_zeros(), block)
         self._recorder = recorder
+        counts = Counts()
         try:
             for number in range(ITERATIONS):
                 recorder.begin(number)
+                counts.look(sys._getframe(2), number)
                 yield recorder
         except GeneratorExit:  # an error raised here would be lost
             self._ended = self._ended or self._recorder is recorder
@@ -98,7 +107,7 @@ class TokenLoops(TorchFunctionMode):
             raise refused(_EARLY)
         if self._written:
             args, kwargs = tree_map(self._current, (args, kwargs))
-        name = getattr(func, "__name__", "")
+        name = _name(func)
         if self._recorder is not None:
             return self._recorder.call(func, name, args, kwargs)
         if self._finished and (found := self._after(name, args, kwargs)) is not None:
@@ -115,13 +124,21 @@ class TokenLoops(TorchFunctionMode):
         return self._written[id(item)][1] if id(item) in self._written else item
 
     def _note_zeros(self, name: str, args: Any, result: Any) -> None:
-        """Remember tensors of zeros, until one is changed: others may be views of it."""
-        if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
-            self._zeros.clear()
-        kept = name in _KEEPS_ZEROS and id(args[0]) in self._zeros
+        """Remember tensors of zeros."""
+        kept = name in _KEEPS_ZEROS and self._is_zero(args[0])
         full = name in ("full", "full_like", "new_full") and len(args) > 1 and type(args[1]) in (int, float)
         if name in ("zeros", "zeros_like", "new_zeros") or kept or (full and args[1] == 0):
-            self._zeros[id(result)] = result
+            self._zeros[id(result)] = result, result._version
+
+    def _is_zero(self, item: Any) -> bool:
+        """Whether `item` is a tensor of zeros, to which nothing has been written, also through a view of it."""
+        tensor, version = self._zeros.get(id(item), (None, 0))
+        return tensor is not None and tensor._version == version
+
+    def _held_zeros(self) -> set[int]:
+        """The ids of the tensors that hold zeros now."""
+        with torch._C.DisableTorchFunction():  # a tensor's version is a function, too
+            return {number for number, (tensor, _) in self._zeros.items() if self._is_zero(tensor)}
 
     def _finish(self, recorder: Recorder) -> None:
         """The loop is over: tensors into which it wrote the results of all tokens hold those from now on."""
@@ -145,6 +162,13 @@ class TokenLoops(TorchFunctionMode):
         return None
 
 
+def _name(func: Any) -> str:
+    """The name of a function of torch; with its library, if it is an operator of another one."""
+    is_operator = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    other = is_operator and not str(func).startswith("aten.")
+    return str(func) if other else getattr(func, "__name__", "")
+
+
 class TokenParts:
     """The parts of `source` for each token along `dim`: what unbind gives, for a number of tokens that is not known."""
 
@@ -162,7 +186,7 @@ class TokenParts:
         raise refused("takes single parts of tokens out of a tensor")
 
 
-# ---- range ---------------------------------------------------------------------------------------------
+# ---- range and len -------------------------------------------------------------------------------------
 
 
 class _Kind(type):
@@ -184,16 +208,27 @@ class _Range(metaclass=_Kind):
         return builtins.range(*bounds)
 
 
+def _length(held: Any) -> int:
+    """len, but for a list of results during a loop, which would count tokens."""
+    if isinstance(held, list) and any(loops.records(item) for loops in _active for item in held):
+        raise refused("counts its tokens by the length of a list of results")
+    return builtins.len(held)
+
+
+_BUILTINS = {"range": _Range, "len": _length}
+
+
 @contextmanager
 def recorded(module: nn.Module) -> Iterator[None]:
-    """For as long as the context lasts, `range` in the files of the code of `module` knows loops over tokens."""
+    """For as long as the context lasts, range and len know loops over tokens in the files of the code of `module`."""
     names = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
     names = {name for name in names if name in sys.modules and name.partition(".")[0] not in ("torch", "builtins")}
-    spaces = [vars(sys.modules[name]) for name in sorted(names) if "range" not in vars(sys.modules[name])]
-    for space in spaces:
-        space["range"] = _Range
+    spaces = [vars(sys.modules[name]) for name in sorted(names)]
+    changed = [(space, name) for space in spaces for name in _BUILTINS if name not in space]
+    for space, name in changed:
+        space[name] = _BUILTINS[name]
     try:
         yield
     finally:
-        for space in spaces:
-            del space["range"]
+        for space, name in changed:
+            del space[name]

@@ -79,6 +79,34 @@ def in_place(self: OneByOne, h: Tensor, z: Tensor, v: Tensor, t: Any) -> Tensor:
     return h + v[:, t]
 
 
+def changed_by_out(self: OneByOne, v: Tensor) -> Tensor:
+    h = torch.zeros(v.shape[0], HEADS * WIDTH)
+    torch.add(h, 1.0, out=h)
+    return h
+
+
+def by_flag(self: OneByOne, h: Tensor, z: Tensor, v: Tensor, t: Any) -> Tensor:
+    new = z[:, t] * h + v[:, t]
+    kept = new[:, :1]
+    F.relu(new, inplace=True)
+    return new + kept
+
+
+@torch.library.custom_op("qcompile_tests::mul", mutates_args=())
+def other_product(a: Tensor, b: Tensor) -> Tensor:
+    """An operator of another library, with a name that torch has too."""
+    return a * b * b
+
+
+@other_product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return torch.empty_like(a)
+
+
+def of_another_library(self: OneByOne, h: Tensor, z: Tensor, v: Tensor, t: Any) -> Tensor:
+    return torch.ops.qcompile_tests.mul(h, z[:, t]) + v[:, t]  # type: ignore[no-any-return]
+
+
 def first_is_other(self: OneByOne, h: Tensor, z: Tensor, v: Tensor, t: Any) -> Tensor:
     return v[:, t] if t == 0 else z[:, t] * h + v[:, t]
 
@@ -93,8 +121,53 @@ def stops(self: OneByOne, x: Tensor) -> Any:
         break
 
 
+def other_at(number: int) -> Any:
+    """A step that differs for the token `number`, by the results so far."""
+
+    def step(self: OneByOne, h: Tensor, z: Tensor, v: Tensor, t: Any) -> Tensor:
+        is_there = self.out[number - 2 :] and not self.out[number - 1 :]
+        return z[:, t] * h + (2 * v[:, t] if is_there else v[:, t])
+
+    return step
+
+
+def by_length(self: OneByOne, h: Tensor, z: Tensor, v: Tensor, t: Any) -> Tensor:
+    return z[:, t] * h + (v[:, t] if len(self.out) != 1000 else 2 * v[:, t])
+
+
+def counted(self: OneByOne, x: Tensor) -> Any:
+    count = 0
+    for t in range(x.shape[1]):
+        count += 1
+        yield t
+    assert count
+
+
+def by_attribute(self: OneByOne, x: Tensor) -> Tensor:
+    z, v = torch.sigmoid(self.z(x)), self.v(x)
+    self.seen: Any = {"tokens": 0}  # type: ignore[assignment]
+    h, out = torch.zeros_like(v[:, 0]), torch.empty_like(v)
+    for t in range(x.shape[1]):
+        self.seen["tokens"] += 1
+        h = z[:, t] * h + (v[:, t] if self.seen["tokens"] != 1000 else 2 * v[:, t])
+        out[:, t] = h
+    return out
+
+
+def by_enumerate(self: OneByOne, x: Tensor) -> Tensor:
+    z, v = torch.sigmoid(self.z(x)), self.v(x)
+    h, out = torch.zeros_like(v[:, 0]), []
+    for i, (z_t, v_t) in enumerate(zip(z.unbind(1), v.unbind(1), strict=True)):
+        h = z_t * h + (v_t if i != 1000 else 2 * v_t)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
 REFUSED: dict[str, tuple[type[Loop], str]] = {
     "changed zeros": (kind(start=changed), "does not start from torch.zeros"),
+    "changed by out": (kind(start=changed_by_out), "does not start from torch.zeros"),
+    "by a flag": (kind(step=by_flag), "changes a tensor in place by relu"),
+    "another library": (kind(step=of_another_library), "not update linearly, because of qcompile_tests.mul"),
     "single part": (kind(over=lambda self, x: [x.unbind(1)[0]]), "takes single parts"),
     "tanh": (
         kind(step=lambda self, h, z, v, t: torch.tanh(z[:, t] * h + v[:, t])),
@@ -105,6 +178,12 @@ REFUSED: dict[str, tuple[type[Loop], str]] = {
     "started": (kind(start=started), "does not start from torch.zeros"),
     "in place": (kind(step=in_place), "in place by mul_"),
     "first": (kind(step=first_is_other), "treats tokens differently"),
+    "fifth": (kind(step=other_at(5)), "treats tokens differently"),
+    "twentieth": (kind(step=other_at(20)), "treats tokens differently"),
+    "length": (kind(step=by_length), "counts its tokens by the length of a list"),
+    "counted": (kind(over=counted), "changes the number count for each token"),
+    "attribute": (kind(recur=by_attribute), r"changes the number self\.seen\['tokens'\] for each token"),
+    "enumerate": (kind(recur=by_enumerate), "changes the number i for each token"),
     "before": (kind(step=before), "reads other tokens than its own"),
     "last": (kind(result=lambda self, h: h[:, None].expand(-1, 7, -1) * torch.stack(self.out, 1)), "leaves a value"),
     "reversed": (kind(result=lambda self, h: torch.stack(self.out[::-1], 1)), "leaves a value"),
@@ -155,9 +234,26 @@ class Wrong(Blocks):
         super().__init__(wrong=True)
 
 
-def test_a_loop_over_blocks_with_tables_that_disagree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+class Mixed(Blocks):
+    """Values of other sequences are added within a block."""
+
+    def within(self, weights: Tensor, v: Tensor) -> Tensor:
+        return weights @ v + (v.roll(1, 0) - v)
+
+
+class Undefined(Blocks):
+    """The results are no numbers."""
+
+    def within(self, weights: Tensor, v: Tensor) -> Tensor:
+        return weights @ v + (-1 - v * v).log()
+
+
+@pytest.mark.parametrize("wrong", [Wrong, Mixed, Undefined])
+def test_a_loop_over_blocks_that_is_another_function_is_refused(
+    wrong: type[Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("qcompile.checkpoints.eager.require_same", lambda *_: None)  # which transformers' models lack
-    graph = raise_module(modules.randomized(Wrong()))
+    graph = raise_module(modules.randomized(wrong()))
     (node,) = graph.calls("linear_recurrence")
     with pytest.raises(UnsupportedError, match="a loop over blocks of tokens does not compute the recurrence"):
         graph.weights[str(ops.operand(node, "rates").target)]
