@@ -43,7 +43,7 @@ TOKENS, BATCH, STEP_ROWS = 96, 64, (512, 2048)
 
 def params(index: int) -> SamplingParams:
     """The options of a request; every third is drawn."""
-    drawn = {"temperature": 0.8, "seed": index} if index % 3 == 0 else {"temperature": 0.0}
+    drawn: dict[str, Any] = {"temperature": 0.8, "seed": index} if index % 3 == 0 else {"temperature": 0.0}
     return SamplingParams(max_tokens=TOKENS, **drawn, **MIXED[index % len(MIXED)])
 
 
