@@ -10,6 +10,7 @@ from qcompile.runtime.messages import MessageStream
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.turn import Turn
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 Conversation = Sequence[Mapping[str, Any]]
 
 
@@ -21,6 +22,11 @@ def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Co
         raise UsageError(f"messages must be a list of messages, or of such lists, not {shown(messages)}")
     if not all(map(_is_conversation, listed)):
         raise UsageError("each message must be a dictionary with a role and a content")
+    for each in listed:
+        for place, message in enumerate(each):
+            if message["role"] not in ROLES:
+                known = ", ".join(ROLES)
+                raise UsageError(f"messages.{place}.role must be one of {known}, not {shown(message['role'])}")
     return list(listed)
 
 

@@ -37,7 +37,8 @@ class Dialogue:
 
     tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": schema}}`. tool_choice:
     "auto", "none", "required", or `{"type": "function", "function": {"name": ...}}`. variables: further variables of
-    the template. structured: whether the reply is structured output, of which no part is reasoning or calls.
+    the template. structured: whether the reply is structured output, of which no part is reasoning or calls. Raises
+    UsageError for fields of other types.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -49,10 +50,23 @@ class Dialogue:
     variables: Mapping[str, Any] = field(default_factory=dict)
     structured: bool = False
 
+    def __post_init__(self) -> None:
+        if not _is_list(self.tools):
+            raise UsageError(f"tools must be a list of dictionaries, not {shown(self.tools)}")
+        documents = () if self.documents is None else self.documents
+        if not _is_list(documents) or not all(isinstance(each, Mapping) for each in documents):
+            raise UsageError(f"documents must be a list of dictionaries, not {shown(self.documents)}")
+        if not isinstance(self.variables, Mapping):
+            raise UsageError(f"chat_template_kwargs must be a dictionary, not {shown(self.variables)}")
+
     @property
     def offered(self) -> list[Mapping[str, Any]]:
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else list(self.tools)
+
+
+def _is_list(given: object) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str)
 
 
 class DialogueFormat:

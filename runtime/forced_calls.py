@@ -9,6 +9,10 @@ from qcompile.errors import UsageError, shown
 
 _NONE = {"type": "object", "properties": {}, "additionalProperties": False}
 """The parameters of a function that declares none."""
+_VALUES = ("const", "enum", "default", "examples")
+"""Keywords of schemas with values, which are no schemas."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords with schemas by name."""
 
 
 def named_function(choice: Any) -> str | None:
@@ -26,7 +30,7 @@ def named_function(choice: Any) -> str | None:
 def calls_schema(tools: Sequence[Mapping[str, Any]], name: str | None, several: bool) -> dict[str, Any]:
     """The schema of a list of calls of `tools`, or of one call of the tool `name`. several: whether it may be longer.
 
-    Raises UsageError if no tool has the name.
+    Raises UsageError if no tool has the name, or the parameters of one are no object.
     """
     functions = [tool["function"] for tool in tools if name is None or tool["function"]["name"] == name]
     if not functions:
@@ -34,7 +38,7 @@ def calls_schema(tools: Sequence[Mapping[str, Any]], name: str | None, several: 
     calls, parameters = [], {}
     for number, function in enumerate(functions):
         place = f"tool{number}"
-        parameters[place] = _moved(function.get("parameters") or _NONE, f"#/$defs/{place}")
+        parameters[place] = _moved(_of_object(function), f"#/$defs/{place}")
         properties = {"name": {"const": function["name"]}, "parameters": {"$ref": f"#/$defs/{place}"}}
         calls.append(
             {
@@ -48,13 +52,29 @@ def calls_schema(tools: Sequence[Mapping[str, Any]], name: str | None, several: 
     return {"type": "array", "items": {"anyOf": calls}, **length, "$defs": parameters}
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose root is at `place` of another one: its references to itself are changed."""
+def _of_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a function's parameters, which are an object: a call has them by name. Raises UsageError."""
+    schema: Mapping[str, Any] = function.get("parameters") or _NONE
+    given = schema.get("type", "object")
+    if given != "object" and not (isinstance(given, list) and "object" in given):
+        what = f"the parameters of {shown(function['name'])} must be of type 'object', not {shown(given)}"
+        raise UsageError(f"tools: {what}")
+    return {**schema, "type": "object"}
+
+
+def _moved(schema: Any, place: str, by_name: bool = False) -> Any:
+    """A schema whose root is at `place` of another one: its references to itself are changed.
+
+    by_name: whether it is schemas by names of the user's own.
+    """
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {name: _moved(value, place) for name, value in schema.items()}
+    moved = {
+        name: value if name in _VALUES and not by_name else _moved(value, place, name in _NAMED and not by_name)
+        for name, value in schema.items()
+    }
     reference = moved.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = place + reference[1:]

@@ -61,7 +61,10 @@ def _written(
 ) -> Message:
     given = {name: value for name, value in message.items() if value is not None and value != []}
     calls = given.pop("tool_calls", [])
-    given["content"] = _text(given.get("content", style.missing if calls else ""))
+    given["content"] = _text(place, given.get("content", style.missing if calls else ""))
+    reasoning = given.get("reasoning")  # vLLM's newer name; templates read the older one
+    if reasoning is not None and given.setdefault("reasoning_content", reasoning) != reasoning:
+        raise UsageError(f"messages.{place} has reasoning and reasoning_content, which differ: give one of them")
     if calls:
         given["tool_calls"] = [
             _call(f"messages.{place}.tool_calls.{at}", call, as_text) for at, call in enumerate(calls)
@@ -74,13 +77,15 @@ def _written(
     return given
 
 
-def _text(content: Any) -> str | None:
+def _text(place: int, content: Any) -> str | None:
     """The text of a content: a text, or a list of parts `{"type": "text", "text": ...}`."""
     if content is None or isinstance(content, str):
         return content
+    if not isinstance(content, Sequence):
+        raise UsageError(f"messages.{place}.content must be a text or a list of parts, not {shown(content)}")
     other = next((part["type"] for part in content if part["type"] != "text"), None)
     if other is not None:
-        raise UsageError(f"a message has a part {shown(other)}: only the text decoder is compiled")
+        raise UsageError(f"messages.{place} has a part {shown(other)}: only the text decoder is compiled")
     return "".join(part["text"] for part in content)
 
 

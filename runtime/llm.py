@@ -28,6 +28,7 @@ from qcompile.runtime.options import MAX_BATCH
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.prompts import CheckedPrompt, PromptReader
 from qcompile.runtime.sampling.params import SamplingParams, plain_number
+from qcompile.runtime.sampling.structured import FORCED, named_as
 from qcompile.runtime.sampling.supported import check_supported
 from qcompile.runtime.sharing import SharedEngine
 from qcompile.runtime.speculation.stages import Drafter
@@ -184,10 +185,13 @@ class LLM:
         conversations = conversations_of(messages)
         options = options if params is not None else {"max_tokens": None} | options
         given = params_for(len(conversations), params, options, self.sampling_defaults)
-        asked = (tools, tool_choice, parallel_tool_calls, documents, reasoning_effort, chat_template_kwargs or {})
+        asked = (tools or (), tool_choice, parallel_tool_calls, documents, reasoning_effort, chat_template_kwargs or {})
         pairs = zip(conversations, given, strict=True)
         turns = [form.turn(Dialogue(each, *asked, one.structure is not None)) for each, one in pairs]
         params_of_each = [turn.params(one) for turn, one in zip(turns, given, strict=True)]
+        with named_as(FORCED if turns[0].schema else None):
+            for one in params_of_each:
+                self.engine.grammars.compile(one.structure)
         prompts = [self.encode(turn.prompt, special=False) for turn in turns]
         if stream:
             return with_messages(turns, self.stream(prompts, params_of_each))

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qcompile.errors import UsageError
 from qcompile.runtime.parsers.reply import ReplyParser
 from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.sampling.structured import FORCED, named_as
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,16 @@ class Turn:
     named: bool = False
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """The sampling parameters of a request, with what replies need."""
+        """The sampling parameters of a request, with what replies need. Raises UsageError."""
         if self.keeps_special:
             params = replace(params, skip_special_tokens=False)
         if self.schema is None:
             return params
-        return replace(params, structured_outputs={"json": self.schema, "disable_any_whitespace": True})
+        if params.bans or params.ignore_eos:
+            options = "min_tokens, allowed_token_ids, bad_words and ignore_eos"
+            raise UsageError(f"tool_choice: {options} are not possible with forced calls")
+        with named_as(FORCED):
+            return replace(params, structured_outputs={"json": self.schema, "disable_any_whitespace": True})
 
 
 PLAIN_TURN = Turn("", ReplyParser)

@@ -34,14 +34,14 @@ class PromptSamples:
 
     @property
     def overflowed(self) -> bool:
-        """Whether a sample has ended because its logits are not finite, or its grammar exceeds a limit."""
+        """Whether a sample has ended because its logits are not finite, or its grammar allows none."""
         return any(request.output.finish_reason == "error" for request in self.requests)
 
     def failure(self, where: str = "") -> QCompileError:
         """The error of a prompt that has `overflowed`; its message starts with `where`."""
         for request in self.requests:
             if request.sampler.grammar and (reason := request.sampler.grammar.error):
-                return UsageError(f"{where}structured_outputs became too complex at this output: {reason}")
+                return UsageError(f"{where}structured_outputs {reason}")
         return OverflowedError(where)
 
     def output(self) -> RequestOutput:

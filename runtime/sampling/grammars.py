@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from qcompile.errors import ResourceError, UsageError, shown
 from qcompile.runtime.detokenizer import BROKEN, spelled
 from qcompile.runtime.sampling.masks import Grammar, first_line
-from qcompile.runtime.sampling.structured import Source, StructuredOutputsParams
+from qcompile.runtime.sampling.structured import Source, StructuredOutputsParams, StructureError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -70,14 +70,14 @@ class Grammars:
         try:
             matcher = self._worker.submit(_matcher, guide, source).result(_MOST_SECONDS)
         except TimeoutError:
-            raise UsageError(f"structured_outputs.{source.kind} takes too long to compile: simplify it") from None
+            raise StructureError(source.kind, "takes too long to compile: simplify it") from None
         except ValueError as error:  # of llguidance, for JSON that is none
-            raise UsageError(f"structured_outputs.{source.kind} cannot be compiled: {first_line(str(error))}") from None
+            raise StructureError(source.kind, f"cannot be compiled: {first_line(str(error))}") from None
         if matcher.is_error():
             reason = first_line(matcher.get_error())
             if reason == _NO_TEXT:
                 reason = "its recursion has no end"
-            raise UsageError(f"structured_outputs.{source.kind} cannot be compiled: {reason}")
+            raise StructureError(source.kind, f"cannot be compiled: {reason}")
         grammar = Grammar(matcher, eos, guide)
         with self._lock:
             if eos == self._eos:

@@ -54,7 +54,7 @@ class GrammarState:
     def __init__(self, matcher: Any, eos: frozenset[int], guide: Any) -> None:
         self._matcher, self._eos, self._guide = matcher, eos, guide
         self._ahead: list[int] = []  # tokens that the matcher has taken after those noted
-        self._ended = self._failed = False
+        self._ended = self._failed = self._ends_within = False
 
     def note(self, token: int) -> None:
         """Note a token that was appended to the text."""
@@ -69,7 +69,7 @@ class GrammarState:
         """Write the mask of the tokens that may follow the text and `ahead`: uint32 [words] at an address.
 
         All tokens may follow an end of text, and a draft that the grammar excludes: what follows these is discarded.
-        None may follow where the grammar exceeds a limit of llguidance.
+        None may follow where the grammar exceeds a limit of llguidance, or demands an end of text before its own end.
         """
         if self._failed:
             ctypes.memset(address, 0, 4 * words)
@@ -81,7 +81,25 @@ class GrammarState:
         if self._matcher.is_error():
             ctypes.memset(address, 0, 4 * words)
         else:
-            self._allow_spelled(np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address)))
+            mask = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address))
+            self._allow_spelled(mask)
+            self._forbid_ends_within(mask)
+
+    def _forbid_ends_within(self, mask: npt.NDArray[np.uint32]) -> None:
+        """Allow no end of text where the grammar goes on behind it: a grammar may name tokens, also those."""
+        if all(not mask[token // MASK_BITS] >> token % MASK_BITS & 1 for token in self._eos):
+            return
+        if within := [token for token in self._eos if not self._closes(token)]:
+            for token in within:
+                mask[token // MASK_BITS] &= ~np.uint32(1 << token % MASK_BITS)
+            self._ends_within = not mask.any()
+
+    def _closes(self, token: int) -> bool:
+        """Whether the grammar may end before this token or with it."""
+        if self._matcher.is_accepting():
+            return True
+        after = self._matcher.deep_copy()
+        return bool(after.consume_token(token) and after.is_accepting())
 
     def _allow_spelled(self, mask: npt.NDArray[np.uint32]) -> None:
         """Where only one text may follow, allow a token that spells its start instead of a special token.
@@ -112,8 +130,12 @@ class GrammarState:
 
     @property
     def error(self) -> str:
-        """Why no token may follow, if the grammar has exceeded a limit; else empty."""
-        return first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        """What is wrong with the grammar if no token may follow; else empty."""
+        if self._ends_within:
+            return "goes on behind a token that ends texts: leave the token out"
+        if self._matcher.is_error():
+            return f"became too complex at this output: {first_line(self._matcher.get_error())}"
+        return ""
 
     def _advance(self, ahead: list[int]) -> int:
         """Have the matcher take these tokens after those noted. Returns how many the grammar allows."""

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from qcompile.errors import UsageError, shown
+from qcompile.runtime.sampling.schemas import MOST_DEPTH, schema_text
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
 MOST_BYTES = 256 << 10
 """Longest schema, expression or grammar, in bytes of UTF-8: what is longer takes seconds to compile."""
-MOST_DEPTH = 128
-"""Most levels of a schema's brackets in each other, as in llguidance, which has such limits for all grammars."""
-_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_BRACKETS = re.compile(r"[\[\](){}]")
+FORCED = "tools"
+"""How errors name the language of calls that the model is forced to make, which follows from the tools' schemas."""
 _ANY_OBJECT = '{"type": "object"}'
+
+
+class StructureError(UsageError):
+    """A language is malformed or cannot be compiled. name: its field of StructuredOutputsParams. what: the reason."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"structured_outputs.{name} {what}")
+        self.what = what
+
+
+@contextmanager
+def named_as(field: str | None) -> Iterator[None]:
+    """Let a StructureError name `field`, in which the caller gave the language; None for structured_outputs."""
+    try:
+        yield
+    except StructureError as error:
+        raise error if field is None else UsageError(f"{field} {error.what}") from None
 
 
 class Source(NamedTuple):
@@ -49,6 +65,10 @@ class StructuredOutputsParams:
         given = [name for name in _KINDS if getattr(self, name) is not None]
         if self.json_object is False:
             given.remove("json_object")
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise StructureError(
+                "disable_any_whitespace", f"must be True or False, not {shown(self.disable_any_whitespace)}"
+            )
         if len(given) != 1:
             what = f"not both {given[0]} and {given[1]}" if given else "not none"
             raise UsageError(f"structured_outputs must have one of {', '.join(_KINDS)}, {what}")
@@ -64,17 +84,17 @@ class StructuredOutputsParams:
         value = getattr(self, name)
         if name == "json_object":
             if value is not True:
-                raise UsageError(f"structured_outputs.json_object must be True, not {shown(value)}")
+                raise StructureError(name, f"must be True, not {shown(value)}")
             return Source("json", _ANY_OBJECT, self.disable_any_whitespace)
         if name == "json":
             return Source("json", _schema_text(value), self.disable_any_whitespace)
         if name == "choice":
             texts = isinstance(value, Sequence) and not isinstance(value, str) and value
             if not texts or not all(isinstance(text, str) for text in value):
-                raise UsageError("structured_outputs.choice must be a list of texts, with at least one")
+                raise StructureError(name, "must be a list of texts, with at least one")
             return Source("choice", _limited(name, json.dumps(list(value), ensure_ascii=False)))
         if not isinstance(value, str) or not value:
-            raise UsageError(f"structured_outputs.{name} must be a text with at least one character")
+            raise StructureError(name, "must be a text with at least one character")
         return Source("regex" if name == "regex" else "grammar", _limited(name, value))
 
 
@@ -98,40 +118,22 @@ def _schema_text(given: Any) -> str:
     """A JSON schema as text."""
     try:
         text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        if _depth(_limited("json", text)) > MOST_DEPTH:
-            raise RecursionError
-        schema = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
-        raise UsageError(f"structured_outputs.json is nested deeper than {MOST_DEPTH} levels") from None
+        raise StructureError("json", f"is nested deeper than {MOST_DEPTH} levels") from None
     except (TypeError, ValueError) as error:
-        raise UsageError(f"structured_outputs.json is not JSON: {error}") from None
-    if schema is False:
-        raise UsageError("structured_outputs.json is false: no output can satisfy it")
-    if schema is not True and not isinstance(schema, dict):
-        raise UsageError("structured_outputs.json must be a JSON schema: an object")
-    return "{}" if schema is True else text
-
-
-def _refuse_constant(name: str) -> None:
-    """Raise ValueError for NaN and infinities, which only Python takes for JSON."""
-    raise ValueError(f"it has {name}")
+        raise StructureError("json", f"is not JSON: {error}") from None
+    try:
+        return schema_text(_limited("json", text))
+    except ValueError as error:
+        raise StructureError("json", str(error)) from None
 
 
 def _limited(name: str, text: str) -> str:
-    """`text`, if it is Unicode and short enough. Raises UsageError."""
+    """`text`, if it is Unicode and short enough. Raises StructureError."""
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise UsageError(f"structured_outputs.{name} is not valid Unicode at character {error.start}") from None
+        raise StructureError(name, f"is not valid Unicode at character {error.start}") from None
     if size > MOST_BYTES:
-        raise UsageError(f"structured_outputs.{name} has {size:,} bytes, of at most {MOST_BYTES:,}")
+        raise StructureError(name, f"has {size:,} bytes, of at most {MOST_BYTES:,}")
     return text
-
-
-def _depth(text: str) -> int:
-    """Most brackets that are open at once in JSON, outside of its texts."""
-    depth = deepest = 0
-    for bracket in _BRACKETS.findall(_STRINGS.sub("", text)):
-        depth += 1 if bracket in "([{" else -1
-        deepest = max(deepest, depth)
-    return deepest

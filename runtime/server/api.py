@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from qcompile.errors import UsageError
 from qcompile.runtime.outputs import RequestOutput
@@ -61,8 +62,9 @@ def _stops(given: Any) -> Any:
 
     Empty texts ask for nothing.
     """
-    listed = [given] if isinstance(given, str) else given
-    return [text for text in listed if text != ""] if isinstance(listed, list) else listed
+    if not isinstance(given, str | list):
+        raise PydanticCustomError("stop", "must be a text or a list of texts")
+    return [text for text in ([given] if isinstance(given, str) else given) if text != ""]
 
 
 def _none_if_false(given: Any) -> Any:

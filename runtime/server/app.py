@@ -30,12 +30,14 @@ from qcompile.runtime.infill import infill_tokens
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.sampling.structured import named_as
 from qcompile.runtime.server import api
 from qcompile.runtime.server.chat_api import ChatRequest
 from qcompile.runtime.server.chat_replies import ChatReply
 from qcompile.runtime.server.metrics import Metrics
 from qcompile.runtime.server.replies import CompletionReply, Echo, Reply
 from qcompile.runtime.server.service import Answer, BusyError, Service
+from qcompile.runtime.server.structured import structure_field
 from qcompile.runtime.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
@@ -322,7 +324,8 @@ class _Handlers:
         tokens = await self._encoded(prompts, special, params)
         # Compiled in a thread, as it may take longer than other responses should wait.
         grammars = self._llm.engine.grammars
-        grammar = await run_in_threadpool(grammars.compile, params.structure) if params.structure else None
+        with named_as(structure_field(asked)):
+            grammar = await run_in_threadpool(grammars.compile, params.structure) if params.structure else None
         answer = self._service.submit(tokens, params, asked.stream, grammar)
         if asked.stream:
             events = reply.events(answer, self.metrics.finished, asked.usage_options)

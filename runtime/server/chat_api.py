@@ -65,6 +65,8 @@ class ChatMessage(BodyPart):
     ]
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's newer name of `reasoning_content`."""
     tool_calls: Annotated[list[CallPart], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
@@ -79,7 +81,7 @@ class ChatMessage(BodyPart):
     @model_validator(mode="after")
     def _of_its_role(self) -> ChatMessage:
         """Refuse what only other roles have."""
-        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content or self.reasoning):
             raise PydanticCustomError("role", "only messages of the assistant have tool_calls and reasoning_content")
         if self.role != "tool" and self.tool_call_id is not None:
             raise PydanticCustomError("role", "only messages of tools have a tool_call_id")

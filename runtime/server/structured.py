@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from qcompile.errors import UsageError, shown
-from qcompile.runtime.sampling.structured import StructuredOutputsParams, structured
+from qcompile.runtime.sampling.structured import FORCED, StructuredOutputsParams, named_as, structured
 
 _WITHOUT_EFFECT = ("whitespace_pattern", "structural_tag", "disable_fallback", "disable_additional_properties")
 """More fields of vLLM's `structured_outputs`: some clients send them with values that ask for nothing."""
@@ -30,13 +30,24 @@ def asked_structure(fields: StructureFields) -> StructuredOutputsParams | None:
     given = {name: value for name in StructureFields.model_fields if (value := getattr(fields, name)) is not None}
     if len(given) > 1:
         raise UsageError(f"not both {' and '.join([*given][:2])}: give one of them")
-    for name, value in given.items():
-        if name == "response_format":
-            return _of_format(value)
-        if name == "structured_outputs":
-            return structured({n: v for n, v in value.items() if v is not None and (v or n not in _WITHOUT_EFFECT)})
-        return structured({name.removeprefix("guided_"): value})
+    with named_as(structure_field(fields)):
+        for name, value in given.items():
+            if name == "response_format":
+                return _of_format(value)
+            if name == "structured_outputs":
+                return structured({n: v for n, v in value.items() if v is not None and (v or n not in _WITHOUT_EFFECT)})
+            return structured({name.removeprefix("guided_"): value})
     return None
+
+
+def structure_field(fields: StructureFields) -> str | None:
+    """The field that the language of a request comes from, as errors name it; None for `structured_outputs`."""
+    if fields.structured_outputs is not None:
+        return None
+    if fields.response_format is not None:
+        return "response_format.json_schema"
+    guided = (name for name in StructureFields.model_fields if name.startswith("guided_"))
+    return next((name for name in guided if getattr(fields, name) is not None), FORCED)
 
 
 def _of_format(given: Mapping[str, Any]) -> StructuredOutputsParams | None:

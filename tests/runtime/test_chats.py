@@ -10,6 +10,7 @@ import pytest
 
 from qcompile.errors import UsageError
 from qcompile.runtime.chat import ChatTemplate
+from qcompile.runtime.forced_calls import calls_schema
 from qcompile.runtime.llm import LLM
 from tests.runtime.server.test_tools import CALL, REPLY, SAID, TEMPLATE, TOKENIZER, Say, say
 from tests.support.conversations import TOOLS
@@ -79,3 +80,39 @@ def test_a_forced_call_is_of_its_schema(choice: Any) -> None:
         assert sample.finish_reason == "stop" and sample.message["content"] is None
         assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
         assert call["function"]["name"] == "write_file" or choice == "required"
+
+
+@pytest.mark.parametrize(
+    ("message", "options", "said"),
+    [
+        ({"role": "friend", "content": "x"}, {}, "messages.1.role must be one of system, .*, tool, not 'friend'"),
+        ({"role": "user", "content": 5}, {}, "messages.1.content must be a text or a list of parts, not 5"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, {}, "messages.1 has a part 'image_url': only the text "),
+        (SAID[0], {"tools": "add"}, "tools must be a list of dictionaries, not 'add'"),
+        (SAID[0], {"tools": [print]}, "tools.0 must be "),
+        (SAID[0], {"documents": "add"}, "documents must be a list of dictionaries, not 'add'"),
+        (SAID[0], {"chat_template_kwargs": [5]}, "chat_template_kwargs must be a dictionary, not "),
+        (
+            SAID[0],
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools: the parameters of 'f' must be of type 'object', not 'string'",
+        ),
+        (
+            SAID[0],
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
+            "tools cannot be compiled: Unimplemented keys",
+        ),
+    ],
+)
+def test_what_a_chat_refuses(llm: LLM, message: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=f"^{said}"):
+        llm.chat([SAID[0], message], tool_choice="required" if "tools" in options else "auto", **options)
+
+
+def test_a_schema_in_calls_keeps_its_values() -> None:
+    """References are changed, but not what looks like them in values, nor parameters with names of keywords."""
+    parameters = {"properties": {"enum": {"$ref": "#/x"}, "a": {"const": {"$ref": "#/x"}}}, "x": {"type": "null"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    made = calls_schema([tool], None, True)["$defs"]["tool0"]
+    assert made["properties"] == {"enum": {"$ref": "#/$defs/tool0/x"}, "a": {"const": {"$ref": "#/x"}}}
+    assert made["type"] == "object"

@@ -39,6 +39,12 @@ def rendered(source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]
     return [json.loads(line) for line in prompt.splitlines()]
 
 
+def test_reasoning_by_its_newer_name_reaches_the_template() -> None:
+    newer = {"role": "assistant", "reasoning": "hm", "content": "x"}
+    assert rendered(MESSAGES, [newer]) == [newer | {"reasoning_content": "hm"}]
+    assert rendered(MESSAGES, [newer | {"reasoning_content": "hm"}]) == [newer | {"reasoning_content": "hm"}]
+
+
 def test_calls_and_results_reach_the_template() -> None:
     _, said, two, one = rendered(MESSAGES, HISTORY)
     assert said["content"] == "" and said["reasoning_content"] == "hm" and "thinking" not in said
@@ -206,8 +212,8 @@ def test_choices_that_are_none(choice: Any, said: str) -> None:
             "a message is not in OpenAI's form: KeyE",
         ),
         ({"messages": [{"content": "x"}]}, "a message is not in OpenAI's form: KeyError 'role'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a message has a part 'image': "),
-        ({"messages": [{"role": "user", "content": 5}]}, "a message is not in OpenAI's form: TypeError"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0 has a part 'image': "),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content must be a text or a list of parts, not 5"),
     ],
 )
 def test_malformed_dialogues(asked: dict[str, Any], said: str) -> None:

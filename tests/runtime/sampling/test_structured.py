@@ -190,10 +190,24 @@ def test_text_of_special_tokens_is_spelled(llm: LLM) -> None:
             for output, params in zip(model.generate([[5]] * 3, given), asked, strict=True):
                 wanted = json.dumps(text) if "json" in params else text
                 assert (output.outputs[0].text, output.outputs[0].finish_reason) == (wanted, "stop")
-        for named, wanted in (('"a" <|s|> "b"', "a<|s|>b"), ('"a" <eos>', "a"), ('<eos> "a"', "")):
+        for named, wanted in (('"a" <|s|> "b"', "a<|s|>b"), ('"a" <eos>', "a"), ('"a" (<eos> "b")?', "a")):
             asked_by_name = {"grammar": f"start: {named}"}
             params = SamplingParams(skip_special_tokens=False, max_tokens=16, structured_outputs=asked_by_name)
             assert model.generate([[5]], params)[0].outputs[0].text.removesuffix("<eos>") == wanted
+
+
+@pytest.mark.usefixtures("executors")
+def test_no_text_ends_where_its_grammar_goes_on(llm: LLM) -> None:
+    """A grammar that names the end token in its middle has no texts; one that names all tokens has those without it."""
+    for grammar in ('start: <eos> "a"', 'start: "a" <eos> "b"', f'start: "a" <[{EOS}]> "b"'):
+        with pytest.raises(UsageError, match="structured_outputs goes on behind a token that ends texts: leave the"):
+            llm.generate([[5]], SamplingParams(structured_outputs={"grammar": grammar}))
+    bias = {EOS: 100}
+    for seed in range(3):
+        params = SamplingParams(seed=seed, logit_bias=bias, structured_outputs={"grammar": 'start: "a" <[*]> "b"'})
+        tokens = llm.generate([[5]], params)[0].outputs[0].token_ids
+        assert len(tokens) == 4 and tokens.index(EOS) == 3
+    llm.engine.check()
 
 
 @pytest.mark.parametrize("texts", [[""], ["", "ab"], [f"{number}!" for number in range(5000)], ["same"] * 5000])
@@ -218,6 +232,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": '{"const": "\\ud800"}'}, "json cannot be compiled: "),
     ({"json": {"$ref": "#"}}, "json cannot be compiled: its recursion has no end"),
     ({"grammar": "start: start"}, "grammar cannot be compiled: its recursion has no end"),
+    ({"json": {"properties": {f"p{at}": {} for at in range(3001)}}}, "json has 3,001 properties, of at most 3,000"),
+    ({"json": {"type": "integer", "multipleOf": 10_000_019}}, "json has multipleOf whose common multiple is too large"),
+    ({"json": {"multipleOf": 9_999_100}}, "whose common multiple is too large: at most 100,000 is possible"),
+    ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 99.1}]}}, "whose common multiple is too large"),
+    ({"json": True, "disable_any_whitespace": "no"}, "disable_any_whitespace must be True or False, not 'no'"),
     ({"json": {"type": "foo"}}, "cannot be compiled: Invalid type: foo"),
     ({"json": False}, "json is false: no output can satisfy it"),
     ({"json": {"$ref": "https://example.com/schema"}}, "cannot be compiled: "),
@@ -245,6 +264,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json_object": 1}, "json_object must be True"),
     ({"lark": "a"}, "has no field 'lark'"),
 ]
+
+
+@pytest.mark.parametrize("multiple", [5, 0.01, 1e-5, 99991])
+def test_small_multiples_are_compiled(llm: LLM, multiple: float) -> None:
+    schema = {"type": "number", "multipleOf": multiple, "minimum": 0}
+    assert llm.generate([[5]], SamplingParams(max_tokens=1, structured_outputs={"json": schema}))
 
 
 def test_what_cannot_be_compiled_is_refused_soon(llm: LLM) -> None:

@@ -210,6 +210,10 @@ def test_an_unknown_parser_is_refused_before_the_server_begins() -> None:
         assert llm.generate("x", max_tokens=1)
 
 
+def function(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -222,6 +226,16 @@ def test_an_unknown_parser_is_refused_before_the_server_begins() -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: not a name: give "),
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type: Input should be 'function'"),
         ({"tools": 5}, "tools: Input should be a valid list"),
+        (
+            {"tools": [function({"type": "array"})], "tool_choice": "required"},
+            "tools: the parameters of 'f' must be of type 'object', not 'array'",
+        ),
+        ({"tools": [function({"not": {}})], "tool_choice": "required"}, "tools cannot be compiled: Unimplemented keys"),
+        ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 2}, "tool_choice: min_tokens, allowed_token_ids, "),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"}]},
+            "messages.0 has reasoning and reasoning_content, which differ: give one of them",
+        ),
         ({"reasoning_effort": "most"}, "reasoning_effort: Input should be 'none', "),
         (
             {"chat_template_kwargs": {"size": 5}},
