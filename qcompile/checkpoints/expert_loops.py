@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from qcompile.checkpoints.numbered_experts import ASKS, ExpertChoice, NumberedLoop, SomeRows
+from qcompile.checkpoints.tensor_memory import Zeros, memory
 from qcompile.errors import UnsupportedError
 
 ROWWISE = {
@@ -74,7 +75,7 @@ class ExpertLoops(TorchFunctionMode):
         super().__init__()
         self._known: dict[int, tuple[Tensor, _Known]] = {}
         self._replaced: dict[int, tuple[Tensor, Tensor]] = {}
-        self._zeros: dict[int, Tensor] = {}
+        self._zeros = Zeros()
         self._loop: NumberedLoop | None = None
         self._ended: NumberedLoop | None = None
 
@@ -107,17 +108,19 @@ class ExpertLoops(TorchFunctionMode):
         )
         if given:
             return self._inside(func, name, args, kwargs)
-        if name.endswith("_") and not name.startswith("__") and args:  # it changes its operand
-            self._zeros.pop(id(args[0]), None)
         result = func(*args, **kwargs)
         if name in ("zeros", "zeros_like", "new_zeros"):
-            self._zeros[id(result)] = result
+            self._zeros.add(result)
         return result
 
     # ---- what tensors mean ---------------------------------------------------------------------
 
     def _current(self, item: Any) -> Any:
-        return self._replaced[id(item)][1] if id(item) in self._replaced else item
+        while id(item) in self._replaced:  # more than once, if several loops have added to it
+            item = self._replaced[id(item)][1]
+        if isinstance(item, Tensor) and any(memory(item) == memory(old) for old, _ in self._replaced.values()):
+            raise UnsupportedError("a loop over experts adds its results to a tensor that is read through another view")
+        return item
 
     def _of(self, item: Any) -> _Known | None:
         return self._known[id(item)][1] if isinstance(item, Tensor) and id(item) in self._known else None

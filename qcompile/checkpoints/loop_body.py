@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from qcompile.checkpoints.loop_numbers import TokenNumber, refused, sized
+from qcompile.checkpoints.tensor_memory import memory, version
 
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__imatmul__", "__ipow__"}
 
@@ -66,12 +67,12 @@ class Step:
 class Recorder:
     """Runs functions in a loop over `tokens` tokens of `batch` sequences, and records them.
 
-    `zeros` are the ids of tensors that are known to hold zeros. `block` is as in Body.
+    `zeros` has the ids of tensors that are known to hold zeros. `block` is as in Body.
     """
 
     batch: Any
     tokens: Any
-    zeros: Collection[int]
+    zeros: Container[int]
     block: int | None = None
     outside: dict[int, Tensor] = field(default_factory=dict)
     steps: list[list[Step]] = field(default_factory=list)
@@ -105,7 +106,8 @@ class Recorder:
         if any(writes != first for writes in self._writes):
             raise refused("writes other results for the first token than for others")
         read = {ref.number for steps in self.steps for step in steps for ref in step.reads if ref.kind == "outside"}
-        if any(target in read for target in first):
+        targets = {memory(self.outside[target]) for target in first}
+        if any(memory(self.outside[number]) in targets for number in read):
             raise refused("reads a tensor into which it writes")
         return first
 
@@ -128,11 +130,11 @@ class Recorder:
             raise refused(f"changes a tensor in place by {name}: use its form that makes a new one")
         name = next((turn for turn, of in _TURNS.items() if func == of), name)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        versions = [tensor._version for tensor in tensors]
+        versions = [version(tensor) for tensor in tensors]
         with disable_proxy_modes_tracing():  # results have shapes, and no place in the trace
             known = tree_unflatten([sized(leaf, 1) for leaf in leaves], tree) if self.block else (args, kwargs)
             result = func(*known[0], **known[1])
-        if versions != [tensor._version for tensor in tensors]:
+        if versions != [version(tensor) for tensor in tensors]:
             raise refused(f"changes a tensor in place by {name}: use its form that makes a new one")
         made = [result] if isinstance(result, Tensor) else result
         if isinstance(made, (list, tuple)) and made and all(isinstance(one, Tensor) for one in made):
@@ -293,7 +295,7 @@ def _relative(step: Step, iteration: int) -> Step:
     return _renamed(step, rename)
 
 
-def _compare(first: Step, later: Step, carried: dict[Ref, Any], zeros: Collection[int]) -> None:
+def _compare(first: Step, later: Step, carried: dict[Ref, Any], zeros: Container[int]) -> None:
     """Require that the step of the first token is that of later tokens, with zeros for what they carry."""
     ones, _ = tree_flatten((first.args, dict(first.kwargs)))
     others, _ = tree_flatten((later.args, dict(later.kwargs)))

@@ -26,6 +26,7 @@ from qcompile.checkpoints.loop_body import Body, Recorder
 from qcompile.checkpoints.loop_counts import Counts
 from qcompile.checkpoints.loop_numbers import BlockNumber, LoopError, TokenNumber, refused
 from qcompile.checkpoints.loop_recurrence import Recurrence
+from qcompile.checkpoints.tensor_memory import Zeros, memory
 from qcompile.errors import UnsupportedError
 
 ITERATIONS = 24
@@ -46,7 +47,7 @@ class TokenLoops(TorchFunctionMode):
         self._recorder: Recorder | None = None
         self._name = ""
         self._ended = False  # a loop, before its last token
-        self._zeros: dict[int, tuple[Tensor, int]] = {}  # by id: a tensor, and its version when it held zeros
+        self._zeros = Zeros()
         self._finished: list[tuple[Recorder, Recurrence]] = []
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -85,7 +86,7 @@ class TokenLoops(TorchFunctionMode):
     def _iterations(self, name: str, block: int | None) -> Iterator[Recorder]:
         """The recorder in each iteration of a loop, which several iterators may go through together."""
         self._name = name
-        recorder = self._recorder or Recorder(self.batch, self.tokens, self._held_zeros(), block)
+        recorder = self._recorder or Recorder(self.batch, self.tokens, self._zeros, block)
         self._recorder = recorder
         counts = Counts()
         try:
@@ -121,24 +122,18 @@ class TokenLoops(TorchFunctionMode):
         return result
 
     def _current(self, item: Any) -> Any:
-        return self._written[id(item)][1] if id(item) in self._written else item
+        if id(item) in self._written:
+            return self._written[id(item)][1]
+        if isinstance(item, Tensor) and any(memory(item) == memory(holder) for holder, _ in self._written.values()):
+            raise refused("writes results into a tensor that is read through another view of it")
+        return item
 
     def _note_zeros(self, name: str, args: Any, result: Any) -> None:
         """Remember tensors of zeros."""
-        kept = name in _KEEPS_ZEROS and self._is_zero(args[0])
+        kept = name in _KEEPS_ZEROS and id(args[0]) in self._zeros
         full = name in ("full", "full_like", "new_full") and len(args) > 1 and type(args[1]) in (int, float)
         if name in ("zeros", "zeros_like", "new_zeros") or kept or (full and args[1] == 0):
-            self._zeros[id(result)] = result, result._version
-
-    def _is_zero(self, item: Any) -> bool:
-        """Whether `item` is a tensor of zeros, to which nothing has been written, also through a view of it."""
-        tensor, version = self._zeros.get(id(item), (None, 0))
-        return tensor is not None and tensor._version == version
-
-    def _held_zeros(self) -> set[int]:
-        """The ids of the tensors that hold zeros now."""
-        with torch._C.DisableTorchFunction():  # a tensor's version is a function, too
-            return {number for number, (tensor, _) in self._zeros.items() if self._is_zero(tensor)}
+            self._zeros.add(result)
 
     def _finish(self, recorder: Recorder) -> None:
         """The loop is over: tensors into which it wrote the results of all tokens hold those from now on."""

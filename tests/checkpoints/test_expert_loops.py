@@ -65,6 +65,61 @@ def test_what_the_results_are_added_to() -> None:
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
+def changed(write: Callable[[Tensor], object], times: int = 1) -> tuple[Tensor, Tensor]:
+    """The result of loops that add to zeros to which `write` has written, and that of the same for all pairs."""
+    x = torch.randn(TOKENS, WIDTH, generator=MAKE)
+    factor, index = torch.randn(TOKENS, EXPERTS, generator=MAKE).softmax(-1).topk(CHOSEN)
+
+    def run() -> Tensor:
+        total = torch.zeros_like(x)
+        write(total)
+        mask = F.one_hot(index, num_classes=EXPERTS).permute(2, 1, 0)
+        for _ in range(times):
+            for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+                slot, token = torch.where(mask[expert[0]])
+                total.index_add_(
+                    0, token, F.linear(x[token], GATE[expert[0]]) @ UP[expert[0]] * factor[token, slot, None]
+                )
+        return total * 1
+
+    wanted = run()
+    with ExpertLoops():
+        return wanted, run()
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "add_": lambda total: total.add_(1.0),
+    "to a part": lambda total: total[:, 0].fill_(1.0),
+    "by item": lambda total: total.__setitem__((slice(None), 0), 1.0),
+    "by an operator": lambda total: total.__iadd__(1.0),
+    "by out": lambda total: torch.add(total, 1.0, out=total),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_zeros_that_are_changed_before_the_loop(way: str) -> None:
+    wanted, found = changed(WRITES[way])
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_several_loops_that_add_to_one_tensor() -> None:
+    wanted, found = changed(lambda total: None, times=3)
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_a_sum_that_is_read_through_another_view_is_refused() -> None:
+    x = torch.randn(TOKENS, WIDTH, generator=MAKE)
+    factor, index = torch.randn(TOKENS, EXPERTS, generator=MAKE).softmax(-1).topk(CHOSEN)
+    whole = torch.ones(1, TOKENS, WIDTH)
+    with ExpertLoops(), pytest.raises(UnsupportedError, match="read through another view"):
+        mask = F.one_hot(index, num_classes=EXPERTS).permute(2, 1, 0)
+        total = whole.view(TOKENS, WIDTH)
+        for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            slot, token = torch.where(mask[expert[0]])
+            total.index_add_(0, token, (x[token] @ GATE[expert[0]].T) @ UP[expert[0]] * factor[token, slot, None])
+        whole.sum()
+
+
 def numbered(body: NumberedBody, x: Tensor, index: Tensor, factor: Tensor, at_all: bool = True) -> Tensor:
     """A loop that asks for the number of its expert."""
     total = torch.zeros_like(x)

@@ -163,9 +163,31 @@ def by_enumerate(self: OneByOne, x: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
+def through_a_view(self: OneByOne, x: Tensor) -> Tensor:
+    z, v = torch.sigmoid(self.z(x)), self.v(x)
+    h, out = torch.zeros_like(v[:, 0]), torch.zeros_like(v)
+    view = out.unflatten(-1, (HEADS, WIDTH))
+    for t in range(x.shape[1]):
+        h = z[:, t] * h + v[:, t]
+        out[:, t] = h
+    return view.flatten(2)
+
+
+def view_inside(self: OneByOne, x: Tensor) -> Tensor:
+    z, v = torch.sigmoid(self.z(x)), self.v(x)
+    h, out = torch.zeros_like(v[:, 0]), torch.zeros_like(v)
+    view = out.unflatten(-1, (HEADS, WIDTH))
+    for t in range(x.shape[1]):
+        h = z[:, t] * h + v[:, t] + view[:, t].flatten(1)
+        out[:, t] = h
+    return out
+
+
 REFUSED: dict[str, tuple[type[Loop], str]] = {
     "changed zeros": (kind(start=changed), "does not start from torch.zeros"),
     "changed by out": (kind(start=changed_by_out), "does not start from torch.zeros"),
+    "through a view": (kind(recur=through_a_view), "read through another view"),
+    "a view inside": (kind(recur=view_inside), "reads a tensor into which it writes"),
     "by a flag": (kind(step=by_flag), "changes a tensor in place by relu"),
     "another library": (kind(step=of_another_library), "not update linearly, because of qcompile_tests.mul"),
     "single part": (kind(over=lambda self, x: [x.unbind(1)[0]]), "takes single parts"),
