@@ -119,7 +119,7 @@ def _prove(kernel: str, known: KernelFunction, function: Callable[..., Any], giv
     chunk = given.get("chunk_size", inspect.signature(function).parameters.get("chunk_size"))
     chunk = getattr(chunk, "default", chunk) or 0
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-        for batch, tokens in ((2, 7), (1, chunk + 6)):
+        for batch, tokens in ((2, 7), (2, 2 * chunk + 6)):  # within a chunk, and over two borders of chunks
             inputs = _random(known, given, {"B": batch, "T": tokens})
             expected, found = (_first(run(**inputs)) for run in (function, known.replacement))
             alike = expected.shape == found.shape and bool(expected.isfinite().all())
@@ -133,7 +133,10 @@ def _first(result: Any) -> Tensor:
 
 
 def _random(known: KernelFunction, given: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Arguments like `given` with random tensors, of very different magnitudes so that an epsilon shows."""
+    """Arguments like `given` with random tensors.
+
+    They have very different magnitudes, so that an epsilon shows, and decays between nearly 0 and nearly 1.
+    """
     generator = torch.Generator().manual_seed(0)
     made = dict(given)
     for name, value in given.items():
@@ -146,7 +149,8 @@ def _random(known: KernelFunction, given: Mapping[str, Any], sizes: Mapping[str,
             place = layout.index("T")
             small = 10.0 ** -torch.randint(0, 4, (shape[place],), generator=generator)
             tensor = tensor * small.reshape([-1 if axis == place else 1 for axis in range(len(shape))])
-        made[name] = -tensor.abs() if name in known.falling else tensor
+        spread = 10 ** (0.5 - 3.5 * torch.rand(shape, generator=generator))
+        made[name] = -tensor.abs() * spread if name in known.falling else tensor
     return made
 
 

@@ -147,6 +147,13 @@ CHANGES: dict[str, tuple[str, str, str]] = {
     "no activation": ("convolution with an activation", "activation is not None", "activation is None"),
     "no bound": ("SSD, bounded steps", "min=dt_limit[0]", "min=0.0"),
     "a residual of another value": ("selective scan, gated", "hidden_states * D[None", "dt * D[None"),
+    "a bound of decays": ("delta rule", "decay = g ", "decay = g.clamp(min=-5) "),
+    "a state lost at the second border": ("SSD", "C_times_states =", "states[:, 2:] = 0; C_times_states ="),
+    "sequences mixed at the second border": (
+        "SSD",
+        "C_times_states =",
+        "states[:, 2:] = states[:, 2:].flip(0); C_times_states =",
+    ),
     "later tokens": ("convolution", "[:, :, :seq_len]", "[:, :, -seq_len:]"),
 }
 
