@@ -23,6 +23,7 @@ PUBLIC = {
     "qcompile.pipeline.build": "compile a model into an artifact",
     "qcompile.runtime.load.load": "load an artifact",
     "qcompile.runtime.llm.LLM": "a loaded model: generate, stream, logits, perplexity",
+    "qcompile.runtime.async_llm.AsyncLLM": "a loaded model for asyncio: generate and chat in tasks",
     "qcompile.runtime.sampling.params.SamplingParams": "how tokens of a request are chosen, and when it ends",
     "qcompile.runtime.outputs": "what `generate` and `stream` return",
     "qcompile.calibration": "calibration text for `build`",

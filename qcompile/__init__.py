@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qcompile.pipeline import build as build
+    from qcompile.runtime.async_llm import AsyncLLM as AsyncLLM
     from qcompile.runtime.llm import LLM as LLM
     from qcompile.runtime.load import load as load
     from qcompile.runtime.sampling.params import SamplingParams as SamplingParams
     from qcompile.runtime.sampling.structured import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__", "build", "load"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputsParams", "__version__", "build", "load"]
 
 _HOMES = {
     "build": "qcompile.pipeline",
     "load": "qcompile.runtime.load",
+    "AsyncLLM": "qcompile.runtime.async_llm",
     "LLM": "qcompile.runtime.llm",
     "SamplingParams": "qcompile.runtime.sampling.params",
     "StructuredOutputsParams": "qcompile.runtime.sampling.structured",

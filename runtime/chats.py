@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from qcompile.errors import UsageError, shown
+from qcompile.runtime.dialogue import Dialogue
 from qcompile.runtime.messages import MessageStream
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.turn import Turn
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How to write conversations and read replies: the arguments of `LLM.chat` that have these names."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    documents: Sequence[Mapping[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+
+    def dialogue(self, messages: Conversation, structured: bool) -> Dialogue:
+        """What the model is asked. structured: whether for structured output."""
+        given = (self.tools or (), self.tool_choice, self.parallel_tool_calls, self.documents, self.reasoning_effort)
+        return Dialogue(messages, *given, self.chat_template_kwargs or {}, structured)
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
@@ -36,20 +57,32 @@ def _is_conversation(given: object) -> bool:
     return all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in given)
 
 
-def with_messages(turns: Sequence[Turn], outputs: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
-    """The outputs of prompts with their messages. turns: of each prompt."""
-    streams: dict[tuple[int, int], tuple[MessageStream, int]] = {}
-    for output in outputs:
-        turn = turns[output.request_id]
+class MessageReader:
+    """Reads the messages of replies, which grow. turns: of each prompt."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns = turns
+        self._streams: dict[tuple[int, int], tuple[MessageStream, int]] = {}
+
+    def read(self, output: RequestOutput) -> RequestOutput:
+        """The output of a prompt, with its prompt as text and the messages of its samples."""
+        turn = self._turns[output.request_id]
         output.prompt = turn.prompt
         for sample in output.outputs:
             place = output.request_id, sample.index
-            stream, sent = streams.get(place, (None, 0))
+            stream, sent = self._streams.get(place, (None, 0))
             if stream is None:
                 stream = MessageStream(turn)
             ended = sample.finish_reason is not None
             if sent >= 0:
                 stream.push(sample.text[sent:], ended)
-            streams[place] = stream, -1 if ended else len(sample.text)
+            self._streams[place] = stream, -1 if ended else len(sample.text)
             sample.message = stream.message
-        yield output
+        return output
+
+
+def with_messages(turns: Sequence[Turn], outputs: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
+    """The outputs of prompts with their messages. turns: of each prompt."""
+    reader = MessageReader(turns)
+    for output in outputs:
+        yield reader.read(output)

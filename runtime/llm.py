@@ -19,8 +19,8 @@ from qcompile.runtime.arguments import (
     token_rows,
 )
 from qcompile.runtime.chat import Render, closing_tokens
-from qcompile.runtime.chats import Conversation, conversations_of, with_messages
-from qcompile.runtime.dialogue import Dialogue, dialogue_format
+from qcompile.runtime.chats import ChatOptions, Conversation, conversations_of, with_messages
+from qcompile.runtime.dialogue import dialogue_format
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
 from qcompile.runtime.evaluate import Evaluation, perplexity
@@ -34,6 +34,7 @@ from qcompile.runtime.sharing import SharedEngine
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
 from qcompile.runtime.token_bytes import token_bytes
+from qcompile.runtime.turn import Turn
 
 if TYPE_CHECKING:
     import torch
@@ -180,22 +181,38 @@ class LLM:
         template. Raises UsageError as `generate` does, and if the model has no chat template or it takes no such
         conversation.
         """
-        form = dialogue_format(self.template, self.tokenizer, tool_parser, reasoning_parser)
+        asked = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            documents,
+            reasoning_effort,
+            chat_template_kwargs,
+            tool_parser,
+            reasoning_parser,
+        )
+        turns = self.turns(conversations_of(messages), params, options, asked)
+        prompts = [self.encode(turn.prompt, special=False) for turn, _ in turns]
+        readers, params_of_each = [turn for turn, _ in turns], [one for _, one in turns]
+        if stream:
+            return with_messages(readers, self.stream(prompts, params_of_each))
+        return list(with_messages(readers, self.generate(prompts, params_of_each)))
+
+    def turns(
+        self, conversations: Sequence[Conversation], params: Params, options: dict[str, Any], asked: ChatOptions
+    ) -> list[tuple[Turn, SamplingParams]]:
+        """The prompt of each conversation and how to read its replies, with its parameters; see `chat`."""
+        form = dialogue_format(self.template, self.tokenizer, asked.tool_parser, asked.reasoning_parser)
         self.end_at(closing_tokens(form.template, self.tokenizer))
-        conversations = conversations_of(messages)
         options = options if params is not None else {"max_tokens": None} | options
         given = params_for(len(conversations), params, options, self.sampling_defaults)
-        asked = (tools or (), tool_choice, parallel_tool_calls, documents, reasoning_effort, chat_template_kwargs or {})
         pairs = zip(conversations, given, strict=True)
-        turns = [form.turn(Dialogue(each, *asked, one.structure is not None)) for each, one in pairs]
+        turns = [form.turn(asked.dialogue(each, one.structure is not None)) for each, one in pairs]
         params_of_each = [turn.params(one) for turn, one in zip(turns, given, strict=True)]
         with named_as(FORCED if turns[0].schema else None):
             for one in params_of_each:
                 self.engine.grammars.compile(one.structure)
-        prompts = [self.encode(turn.prompt, special=False) for turn in turns]
-        if stream:
-            return with_messages(turns, self.stream(prompts, params_of_each))
-        return list(with_messages(turns, self.generate(prompts, params_of_each)))
+        return list(zip(turns, params_of_each, strict=True))
 
     def _checked(
         self, prompts: Any, embeds: EmbeddedPrompts, params: Params, options: dict[str, Any]

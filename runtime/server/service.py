@@ -66,10 +66,11 @@ class Job:
 class Service:
     """Serves `llm` to many callers at once. Until the thread has ended, `llm` refuses all other use.
 
-    max_waiting: most samples that may wait to run.
+    max_waiting: most samples that may wait to run. closed: what callers are told once the service is closed.
     """
 
-    def __init__(self, llm: LLM, max_waiting: int) -> None:
+    def __init__(self, llm: LLM, max_waiting: int, closed: str = "the server is closing") -> None:
+        self._closed = closed
         self.llm, self.most = llm, max_waiting + llm.engine.scheduler.max_batch
         self.failure: BaseException | None = None
         self.ended = False  # set before callers are woken for the last time
@@ -136,7 +137,7 @@ class Service:
     def check(self) -> None:
         """Raise ResourceError if the engine has ended."""
         if self.ended:
-            raise ResourceError(f"the engine has ended: {self.failure}" if self.failure else "the server is closing")
+            raise ResourceError(f"the engine has ended: {self.failure}" if self.failure else self._closed)
 
     def end(self) -> None:
         """Tell the thread to end as soon as it can; unfinished jobs fail."""
