@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from qcompile.errors import ResourceError, UsageError, shown
@@ -78,7 +79,7 @@ class Grammars:
             if reason == _NO_TEXT:
                 reason = "its recursion has no end"
             raise StructureError(source.kind, f"cannot be compiled: {reason}")
-        grammar = Grammar(matcher, eos, guide)
+        grammar = Grammar(matcher, eos, guide, partial(_matcher, guide, source))
         with self._lock:
             if eos == self._eos:
                 self._kept[source] = grammar

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 MASK_BITS = 32
 """Tokens of a word of a mask: token t is bit t % 32 of word t // 32."""
+_MOST_RENEWALS = 3
+"""Most lexers that a text may take in place of those that have too many states: it may be what fills them."""
 
 
 def mask_words(vocab: int) -> int:
@@ -30,31 +32,36 @@ class Masks(NamedTuple):
     ahead: Sequence[int] = ()
 
 
-class Grammar(NamedTuple):
+class Grammar:
     """A compiled grammar. matcher: llguidance's, at the start of a text. eos: the tokens that end a text.
 
-    guide: llguidance's tokenizer.
+    guide: llguidance's tokenizer. compile: returns a new `matcher`.
+
+    The matchers of all texts share a lexer. What one text makes it learn serves the others, but a lexer may have only
+    so many states: where it has them, `renew` is called.
     """
 
-    matcher: Any
-    eos: frozenset[int]
-    guide: Any
+    def __init__(self, matcher: Any, eos: frozenset[int], guide: Any, compile: Callable[[], Any]) -> None:
+        self.matcher, self.eos, self.guide, self._compile = matcher, eos, guide, compile
 
     def start(self) -> GrammarState:
         """The state at the start of a text."""
-        return GrammarState(self.matcher.deep_copy(), self.eos, self.guide)
+        return GrammarState(self)
+
+    def renew(self) -> None:
+        """Have a `matcher` with a lexer that no text has used."""
+        self.matcher = self._compile()
 
 
 class GrammarState:
-    """Follows a grammar along one text: the tokens that were noted, and for a while those that may come after them.
+    """Follows a grammar along one text: the tokens that were noted, and for a while those that may come after them."""
 
-    matcher: llguidance's, at the start of a text. eos: the tokens that end a text. guide: llguidance's tokenizer.
-    """
-
-    def __init__(self, matcher: Any, eos: frozenset[int], guide: Any) -> None:
-        self._matcher, self._eos, self._guide = matcher, eos, guide
-        self._ahead: list[int] = []  # tokens that the matcher has taken after those noted
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar, self._eos, self._guide = grammar, grammar.eos, grammar.guide
+        self._text: list[int] = []  # tokens that were noted
+        self._renewals = 0
         self._ended = self._failed = self._ends_within = False
+        self._restart()
 
     def note(self, token: int) -> None:
         """Note a token that was appended to the text."""
@@ -63,6 +70,7 @@ class GrammarState:
         self._ended = token in self._eos
         if not self._ended:
             self._failed = token < 0 or not self._advance([token])
+            self._text += self._ahead[:1]
             del self._ahead[:1]
 
     def fill(self, ahead: list[int], address: int, words: int) -> None:
@@ -74,16 +82,26 @@ class GrammarState:
         if self._failed:
             ctypes.memset(address, 0, 4 * words)
             return
-        if self._ended or not self._eos.isdisjoint(ahead) or self._advance(ahead) < len(ahead):
+        while not self._filled(ahead, address, words) and self._renew():
+            pass
+
+    def _filled(self, ahead: list[int], address: int, words: int) -> bool:
+        """`fill`. False if the grammar exceeds a limit."""
+        if self._ended or not self._eos.isdisjoint(ahead):
             ctypes.memset(address, 255, 4 * words)
-            return
-        self._matcher.unsafe_compute_mask_ptr(address, 4 * words)
+            return True
+        if self._advance(ahead) == len(ahead):
+            self._matcher.unsafe_compute_mask_ptr(address, 4 * words)
+        elif not self._matcher.is_error():
+            ctypes.memset(address, 255, 4 * words)
+            return True
         if self._matcher.is_error():
             ctypes.memset(address, 0, 4 * words)
-        else:
-            mask = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address))
-            self._allow_spelled(mask)
-            self._forbid_ends_within(mask)
+            return False
+        mask = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address))
+        self._allow_spelled(mask)
+        self._forbid_ends_within(mask)
+        return True
 
     def _forbid_ends_within(self, mask: npt.NDArray[np.uint32]) -> None:
         """Allow no end of text where the grammar goes on behind it: a grammar may name tokens, also those."""
@@ -139,6 +157,13 @@ class GrammarState:
 
     def _advance(self, ahead: list[int]) -> int:
         """Have the matcher take these tokens after those noted. Returns how many the grammar allows."""
+        taken = self._take(ahead)
+        while self._matcher.is_error() and self._renew():
+            taken = self._take(ahead)
+        return taken
+
+    def _take(self, ahead: list[int]) -> int:
+        """`_advance`. The matcher is in error if the grammar exceeds a limit."""
         shared = len(self._ahead)
         if self._ahead != ahead[:shared]:
             shared = next(i for i, (a, b) in enumerate(zip_longest(self._ahead, ahead)) if a != b)
@@ -147,7 +172,27 @@ class GrammarState:
             del self._ahead[shared:]
         if new := ahead[shared:]:
             self._ahead += new[: self._matcher.try_consume_tokens(new)]
+        if len(self._ahead) < len(ahead):
+            self._matcher.compute_bitmask()  # only this tells a token that the grammar excludes from a full lexer
         return len(self._ahead)
+
+    def _renew(self) -> bool:
+        """Go on with another lexer than one that has too many states; False if this text has had its share of them."""
+        if self._renewals == _MOST_RENEWALS:
+            return False
+        self._renewals += 1
+        if self._grammar.matcher is self._source:  # else another text has renewed it
+            self._grammar.renew()
+        self._restart()
+        return True
+
+    def _restart(self) -> None:
+        """Take the grammar's matcher, and have it follow the text from its start."""
+        self._source = self._grammar.matcher
+        self._matcher = self._source.deep_copy()
+        self._ahead: list[int] = []  # tokens that the matcher has taken after those noted
+        if self._text:
+            self._matcher.try_consume_tokens(self._text)
 
 
 def first_line(message: str) -> str:

@@ -46,11 +46,13 @@ class Remainders:
         bits = np.packbits([self.allows(token) for token in range(8 * size)], bitorder="little")
         ctypes.memmove(address, bits.ctypes.data, size)
 
+    def compute_bitmask(self) -> None: ...
+
     def is_error(self) -> bool:
         return False
 
 
-GRAMMAR = Grammar(Remainders(), frozenset(), None)
+GRAMMAR = Grammar(Remainders(), frozenset(), None, Remainders)
 
 
 def interpret_rows(vocab: int) -> None:

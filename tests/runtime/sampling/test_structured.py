@@ -178,6 +178,44 @@ def test_a_grammar_beyond_limits_ends_its_request_alone(llm: LLM, monkeypatch: p
     assert ran(llm, requests()[3:4])[0][2] == "stop"
 
 
+def test_texts_before_do_not_take_the_states_of_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All texts of a grammar share a lexer, whose states have a limit. A text that exceeds it alone ends in error."""
+    asked, tokenizer = StructuredOutputsParams(regex="[ab]*a[ab]{12}c"), byte_tokenizer()
+    free = Grammars(tokenizer, VOCAB, [EOS]).compile(asked)
+    monkeypatch.setattr(grammars, "_LIMITS", {"max_lexer_states": 300, "verbose_errors": False})
+    compiled: list[Any] = []
+    new = grammars._matcher
+
+    def compiling(*given: Any) -> Any:
+        compiled.append(new(*given))
+        return compiled[-1]
+
+    monkeypatch.setattr(grammars, "_matcher", compiling)
+    limited = Grammars(tokenizer, VOCAB, [EOS]).compile(asked)
+    letters, random = tokenizer.encode("ab").ids, np.random.default_rng(0)
+
+    def follow(states: tuple[GrammarState, GrammarState], tokens: int) -> None:
+        for token in random.choice(letters, tokens).tolist():
+            ahead = random.choice(letters, 2).tolist()
+            masks = [mask_of(state, ahead) for state in states]
+            assert any(masks[0]) and masks[0] == masks[1], states[0].error
+            for state in states:
+                state.note(token)
+
+    earlier = limited.start(), free.start()
+    follow(earlier, 20)
+    for _ in range(20):
+        follow((limited.start(), free.start()), 40)
+    assert len(compiled) > 2  # the limit was reached
+    follow(earlier, 20)
+    endless = limited.start()
+    for token in random.choice(letters, 3000).tolist():
+        if not any(mask_of(endless, [])):
+            break
+        endless.note(token)
+    assert "too many states" in endless.error and len(compiled) < 40
+
+
 def test_text_of_special_tokens_is_spelled(llm: LLM) -> None:
     """Also where no other text is possible: there, llguidance would have the special token itself."""
     tokenizer = byte_tokenizer()
