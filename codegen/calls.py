@@ -303,19 +303,6 @@ class Mean(Call):
 
 
 @dataclass(frozen=True)
-class Mix(Call):
-    """out[t, n] = sum over slots s of x[t, s] * weights[t, n, s]; x: f32 [tokens, slots * width]."""
-
-    kernel: ClassVar[str] = "mix"
-    read_fields: ClassVar[tuple[str, ...]] = ("x", "weights")
-    x: str
-    weights: str
-    out: str
-    slots: int
-    results: int
-
-
-@dataclass(frozen=True)
 class Route(Call):
     """A router operator on `width` columns of x, f32 [tokens, ...], from column `x_offset` on.
 
@@ -388,7 +375,10 @@ class ExpertGemm(Call):
 
 @dataclass(frozen=True)
 class Combine(Call):
-    """out[t] = sum over slots s of x[t, s] * scores[t, s]; x: f32 [tokens, slots * width]."""
+    """out[t, n] = sum over slots s of x[t, s] * scores[t, n, s], for `results` n; x: f32 [tokens, slots * width].
+
+    Without scores, it is the sum of x[t, s], one result.
+    """
 
     kernel: ClassVar[str] = "combine"
     read_fields: ClassVar[tuple[str, ...]] = ("x", "scores")
@@ -396,6 +386,7 @@ class Combine(Call):
     out: str
     slots: int
     scores: str | None = None
+    results: int = 1
 
 
 @dataclass(frozen=True)

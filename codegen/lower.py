@@ -28,7 +28,6 @@ from qcompile.codegen.calls import (
     Hadamard,
     Logits,
     Mean,
-    Mix,
     Norm,
     NormHeads,
     QuantizeRows,
@@ -307,7 +306,7 @@ def _mean(low: Lowering, node: fx.Node) -> Call:
 def _mix(low: Lowering, node: fx.Node) -> Call:
     x, weights = ops.operand(node, "x"), ops.operand(node, "weights")
     results, slots = weights.meta["val"].shape[-2:]
-    return Mix(node.name, low.buffer(x), low.buffer(weights), low.buffer(node), slots, results)
+    return Combine(node.name, low.buffer(x), low.buffer(node), slots, low.buffer(weights), results)
 
 
 def _clamp(low: Lowering, node: fx.Node) -> Call:

@@ -19,7 +19,6 @@ from qcompile.codegen.calls import (
     Hadamard,
     Logits,
     Mean,
-    Mix,
     Norm,
     NormHeads,
     QuantizeRows,
@@ -169,12 +168,6 @@ class Statements:
         x = f"{ident(c.x)} + {c.x_offset}, {self.program.buffer(c.x).stride}, {c.width}"
         return [f"mean({self.mine(c.out)}, {x}, {self.program.buffer(c.out).width}, {ident(c.out)});"]
 
-    def _mix(self, c: Mix, _: int) -> list[str]:
-        self.headers["formulas.h"] = None
-        x, weights = (f"{ident(name)}, {self.program.buffer(name).stride}" for name in (c.x, c.weights))
-        width = self.program.buffer(c.out).width // c.results
-        return [f"mix({self.mine(c.out)}, {x}, {weights}, {c.slots}, {c.results}, {width}, {ident(c.out)});"]
-
     def _gemm(self, c: Gemm, index: int) -> list[str]:
         x = self.program.buffer(c.x)
         if x.dtype == "q8" and x.group != (weight_format(c.format).sum_group or x.kind.group or x.stride):
@@ -269,7 +262,11 @@ class Statements:
         return lines
 
     def _combine(self, c: Combine, _: int) -> list[str]:
-        x, width = self.program.buffer(c.x), self.program.buffer(c.out).width
+        x, width = self.program.buffer(c.x), self.program.buffer(c.out).width // c.results
+        if c.results > 1:
+            self.headers["formulas.h"] = None
+            read = f"{ident(c.x)}, {x.stride}, {ident(str(c.scores))}, {self.program.buffer(str(c.scores)).stride}"
+            return [f"mix({self.mine(c.out)}, {read}, {c.slots}, {c.results}, {width}, {ident(c.out)});"]
         scores = "nullptr" if c.scores is None else ident(c.scores)
         where = f"{self.mine(c.out)}, {ident(c.x)}, {x.stride}, {c.slots}, {width}"
         return [f"combine({where}, {scores}, {ident(c.out)});"]

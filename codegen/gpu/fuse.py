@@ -205,7 +205,7 @@ def add_in_combine(program: Program) -> Program:
     for call, after in _with_next(program):
         if call is adding:
             continue
-        if isinstance(call, Combine) and (other := _addend(reads, call, after)):
+        if isinstance(call, Combine) and call.results == 1 and (other := _addend(reads, call, after)):
             assert isinstance(after, Elementwise)
             call, adding = fused.CombineAdd(call.name, call.x, after.out, other, call.slots, call.scores), after
         calls.append(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qcompile.codegen.calls import Combine, EveryExpert, Gemm, Mix
+from qcompile.codegen.calls import Combine, EveryExpert, Gemm
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
 from qcompile.codegen.gpu.launches import Launch, Variant
@@ -74,23 +74,13 @@ def every_expert(context: PlanContext, c: EveryExpert) -> Iterator[Launch]:
 
 
 def combine(context: PlanContext, c: Combine | fused.CombineAdd) -> Iterator[Launch]:
-    """The launch of a sum over a token's slots, which may add another buffer."""
-    other = c.other if isinstance(c, fused.CombineAdd) else None
+    """The launch of sums over a token's slots. If there is one, it may add another buffer."""
+    other, results = (c.other, 1) if isinstance(c, fused.CombineAdd) else (None, c.results)
     buffers = {"x": c.x, "out": c.out, "scores": c.scores, "other": other}
     strides = {role: context.buffer(name).stride if name else 0 for role, name in buffers.items()}
-    width = context.buffer(c.out).width
-    spec = CombineSpec(c.slots, width, strides["x"], strides["out"], strides["scores"], strides["other"])
+    width = context.buffer(c.out).width // results
+    spec = CombineSpec(c.slots, width, strides["x"], strides["out"], strides["scores"], strides["other"], results)
     args: Operands = {role: context.ref(name) for role, name in buffers.items() if name}
     kernel = spec.kernel(context.capability)
     rows = context.buffer(c.out).rows
     yield single_launch(c.name, rows, kernel, (GridSize(rows), spec.programs, 1), args)
-
-
-def mix(context: PlanContext, c: Mix) -> Iterator[Launch]:
-    """The launch of several sums over a token's slots."""
-    x, weights, out = (context.buffer(name) for name in (c.x, c.weights, c.out))
-    width = out.width // c.results
-    spec = CombineSpec(c.slots, width, x.stride, out.stride, weights.stride, results=c.results)
-    args: Operands = {"x": context.ref(c.x), "out": context.ref(c.out), "scores": context.ref(c.weights)}
-    kernel = spec.kernel(context.capability)
-    yield single_launch(c.name, out.rows, kernel, (GridSize(out.rows), spec.programs, 1), args)

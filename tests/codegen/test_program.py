@@ -22,7 +22,6 @@ from qcompile.codegen.calls import (
     Hadamard,
     Logits,
     Mean,
-    Mix,
     Norm,
     NormHeads,
     QuantizeRows,
@@ -61,7 +60,7 @@ CALLS: list[tuple[Call, tuple[str, ...], tuple[str, ...]]] = [
     (Combine("c", "x", "out", 2), ("x",), ("out",)),
     (Combine("c", "x", "out", 2, scores="s"), ("x", "s"), ("out",)),
     (Mean("c", "x", "out", 8), ("x",), ("out",)),
-    (Mix("c", "x", "w", "out", 2, 3), ("x", "w"), ("out",)),
+    (Combine("c", "x", "out", 2, "w", 3), ("x", "w"), ("out",)),
     (Logits("c", "x"), ("x",), ()),
 ]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from qcompile.codegen.calls import Elementwise, Embed, Mean, Mix
+from qcompile.codegen.calls import Combine, Elementwise, Embed, Mean
 from qcompile.formats.blocks import as_blob
 from tests.support.columns import Case, Columns
 
@@ -40,7 +40,7 @@ CALLS = {
     "add_row": [Mean("mean", "x", "one", WIDTH), Elementwise("add", "add_row", "x", "y", other="one")],
     "mix": [
         Embed("weights", "factors", "weights", "f32", WIDTH),
-        Mix("mix", "x", "factors", "mixed", SLOTS, RESULTS),
+        Combine("mix", "x", "mixed", SLOTS, "factors", RESULTS),
     ],
 }
 OUT = {"mean": "one", "mean of columns": "one", "means of heads": "heads", "mix": "mixed"}

@@ -184,6 +184,11 @@ def test_the_sum_over_slots_is_added_at_once() -> None:
     assert want.reads == ("slots", "scores", "stream") and want.writes == ("next",)
 
 
+def test_nothing_is_added_to_several_sums_over_slots() -> None:
+    before = program(replace(COMBINE, results=2), ADD)
+    assert fuse.add_in_combine(before) == before
+
+
 @pytest.mark.parametrize(
     "after",
     [
