@@ -6,7 +6,9 @@ The host writes them while the GPU computes the step's logits.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from qcompile.runtime.cuda.driver import Driver
@@ -14,6 +16,9 @@ from qcompile.runtime.cuda.memory import MirroredNumbers
 from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.sampling.masks import GrammarState, mask_words
 from qcompile.runtime.step import Rows
+
+_FEWEST = 4
+"""Masks that are worth a thread: as a rule each takes 10 to 100 us."""
 
 
 class DeviceMasks:
@@ -28,6 +33,7 @@ class DeviceMasks:
         self._wanted: list[tuple[GrammarState, list[int]]] = []
         self._numbers: MirroredNumbers | None = None
         self._sent: Any = None
+        self._threads: ThreadPoolExecutor | None = None
 
     @property
     def address(self) -> int:
@@ -79,14 +85,51 @@ class DeviceMasks:
         address = self._numbers.host_address
         starts: Any = (ctypes.c_int32 * len(self._starts)).from_address(address)
         starts[:] = self._starts
-        for index, (grammar, ahead) in enumerate(self._wanted):
-            grammar.fill(ahead, address + 4 * self._items(index), self._words)
+        self._fill_all(address)
         self._numbers.send(self._items(len(self._wanted)))
         self._driver.record(self._sent)
 
+    def _fill_all(self, address: int) -> None:
+        """Write the noted masks into the array at `address`, in as many threads as they are worth."""
+
+        def fill(masks: Iterable[int]) -> None:
+            for index in masks:
+                state, ahead = self._wanted[index]
+                state.fill(ahead, address + 4 * self._items(index), self._words)
+
+        own, *others = self._shares()
+        if others and self._threads is None:
+            self._threads = ThreadPoolExecutor(_cores() - 1, "qcompile-masks")
+        started = [self._threads.submit(fill, share) for share in others if self._threads]
+        try:
+            fill(own)
+        finally:
+            wait(started)
+        for each in started:
+            each.result()
+
+    def _shares(self) -> list[list[int]]:
+        """The noted masks of each thread: those of one grammar in one thread, as their lexer has a lock."""
+        by_grammar: dict[int, list[int]] = {}
+        for index, (state, _) in enumerate(self._wanted):
+            by_grammar.setdefault(id(state.grammar), []).append(index)
+        count = min(_cores(), len(by_grammar), max(1, len(self._wanted) // _FEWEST))
+        shares: list[list[int]] = [[] for _ in range(count)]
+        for masks in sorted(by_grammar.values(), key=len, reverse=True):
+            min(shares, key=len).extend(masks)
+        return shares
+
     def free(self) -> None:
-        """Free the memory on both sides."""
+        """Free the memory on both sides, and end the threads."""
+        if self._threads:
+            self._threads.shutdown()
+            self._threads = None
         if self._numbers:
             self._numbers.free()
             self._driver.drop_event(self._sent)
             self._numbers = self._sent = None
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -57,7 +57,7 @@ class GrammarState:
     """Follows a grammar along one text: the tokens that were noted, and for a while those that may come after them."""
 
     def __init__(self, grammar: Grammar) -> None:
-        self._grammar, self._eos, self._guide = grammar, grammar.eos, grammar.guide
+        self.grammar, self._eos, self._guide = grammar, grammar.eos, grammar.guide
         self._text: list[int] = []  # tokens that were noted
         self._renewals = 0
         self._ended = self._failed = self._ends_within = False
@@ -181,14 +181,14 @@ class GrammarState:
         if self._renewals == _MOST_RENEWALS:
             return False
         self._renewals += 1
-        if self._grammar.matcher is self._source:  # else another text has renewed it
-            self._grammar.renew()
+        if self.grammar.matcher is self._source:  # else another text has renewed it
+            self.grammar.renew()
         self._restart()
         return True
 
     def _restart(self) -> None:
         """Take the grammar's matcher, and have it follow the text from its start."""
-        self._source = self._grammar.matcher
+        self._source = self.grammar.matcher
         self._matcher = self._source.deep_copy()
         self._ahead: list[int] = []  # tokens that the matcher has taken after those noted
         if self._text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.sampling.draws import GREEDY
-from qcompile.runtime.sampling.masks import Grammar, Masks, mask_words
+from qcompile.runtime.sampling.masks import Grammar, GrammarState, Masks, mask_words
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import Rows
 from tests.codegen.gpu.test_sample import SMALL
@@ -176,6 +177,49 @@ def test_masks_that_find_no_memory_leave_none_behind() -> None:
     masks.free()
     masks.free()
     assert not driver.memory
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 16])
+def test_masks_of_several_grammars_are_written_in_threads(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as cores; those of one grammar in one thread. An error of any of them is raised."""
+    from qcompile.runtime.cuda import masks as module
+    from tests.support.gpu_machine import HostDriver
+
+    monkeypatch.setattr(module, "_cores", lambda: cores)
+    driver: Any = HostDriver()
+    masks = module.DeviceMasks(driver, 64, 100)
+    grammars = [Grammar(Remainders(), frozenset(), None, Remainders) for _ in range(5)]
+    states = [grammars[i % 5 if i < 15 else 0].start() for i in range(31)]
+    ran: dict[int, set[int]] = {}
+    fill = GrammarState.fill
+
+    def noted(state: GrammarState, *given: Any) -> None:
+        ran.setdefault(id(state.grammar), set()).add(threading.get_ident())
+        fill(state, *given)
+
+    monkeypatch.setattr(GrammarState, "fill", noted)
+    for index, state in enumerate(states):
+        state.note(2 * (index % 3) + 1)
+    draws = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
+    assert masks.want([Rows([5], 0, (), 1)] * 31, draws)
+    masks.grow()
+    masks.send()
+    assert all(len(threads) == 1 for threads in ran.values()) and len(ran) == 5
+    assert len(set.union(*ran.values())) <= min(cores, 5) and (cores == 1 or len(set.union(*ran.values())) > 1)
+    sent = driver.at(masks.address, "*i32").numpy()
+    for row, state in enumerate(states):
+        alone = np.zeros(4, np.int32)
+        fill(state, [], alone.ctypes.data, 4)
+        assert (sent[sent[row] : sent[row] + 4] == alone).all() and alone.any()
+    monkeypatch.setattr(Remainders, "unsafe_compute_mask_ptr", _no_mask)
+    with pytest.raises(ValueError, match="no mask"):
+        masks.send()
+    masks.free()
+    assert not driver.memory
+
+
+def _no_mask(self: Remainders, address: int, size: int) -> None:
+    raise ValueError("no mask")
 
 
 def _no_memory(size: int) -> int:
