@@ -299,7 +299,7 @@ MUTATIONS = (
     Mutation(
         "the text of a draft after an end of text is masked",
         "runtime/sampling/masks.py",
-        "not self._eos.isdisjoint(ahead) or ",
+        " or not self._eos.isdisjoint(ahead)",
         "",
         "tests/runtime/sampling/test_structured.py -k goes_back",
     ),

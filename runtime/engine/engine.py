@@ -108,7 +108,7 @@ class Engine:
             spec=RequestSpec(self._next_id, len(prompt), min(wanted, self.context), params),
             sequence=SequenceState(list(prompt), embeds=embeds),
             prompt_report=report,
-            sampler=Sampler(params, index, known, vocab, grammar and grammar.start(), TokenBiases(biases)),
+            sampler=Sampler(params, index, known, vocab, grammar.start() if grammar else None, TokenBiases(biases)),
             output=CompletionOutput(index),
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             stream=StreamState(self._detokenizer(known, params), self._marks(params)),
