@@ -371,6 +371,19 @@ class Serving:
 
 
 @dataclass(frozen=True)
+class Logging:
+    """What a server tells of itself."""
+
+    level: Annotated[
+        str,
+        typer.Option("--log-level", metavar="LEVEL", help="debug, info (with an access log), warning or error."),
+    ] = "warning"
+    form: Annotated[
+        str, typer.Option("--log-format", metavar="text|json", help="Lines of text on stderr, or of JSON.")
+    ] = "text"
+
+
+@dataclass(frozen=True)
 class Speeds:
     """The tests of `bench`."""
 

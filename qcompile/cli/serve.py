@@ -7,12 +7,12 @@ import signal
 from typing import Any
 
 from qcompile.cli import console
-from qcompile.cli.options import Artifact, Json, ServedLoading, Serving, command
+from qcompile.cli.options import Artifact, Json, Logging, ServedLoading, Serving, command
 from qcompile.errors import ResourceError, UsageError
 
 
 @command
-def serve(out: Artifact, serving: Serving, loading: ServedLoading, json: Json = False) -> None:
+def serve(out: Artifact, serving: Serving, logging: Logging, loading: ServedLoading, json: Json = False) -> None:
     """Serve an OpenAI-compatible HTTP API: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health,
     /metrics and others.
 
@@ -22,7 +22,7 @@ def serve(out: Artifact, serving: Serving, loading: ServedLoading, json: Json = 
       curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def main("}'
     """
     try:
-        from qcompile.runtime.server import app
+        from qcompile.runtime.server import app, logs
     except ModuleNotFoundError as error:
         raise ResourceError(f"serving needs {error.name}: pip install 'qcompile[serve]'") from error
     from qcompile.runtime.chat import chat_template
@@ -30,6 +30,8 @@ def serve(out: Artifact, serving: Serving, loading: ServedLoading, json: Json = 
     key = serving.api_key
     if (os.environ.get("QCOMPILE_API_KEY") if key is None else key) == "":  # typer drops an empty variable
         raise UsageError("the API key is empty: give one, or unset --api-key and QCOMPILE_API_KEY to let everybody in")
+    logs.configure(logging.level, logging.form)
+    say = logs.tell if logging.form == "json" else lambda text: console.log(f"qcompile: {text}")
     max_batch = serving.max_batch
     with app.bind(serving.host, serving.port) as listening, loading.load(out, max_batch=max_batch) as llm:
         name, url = serving.name or out.resolve().name, _url(listening.getsockname())
@@ -40,8 +42,8 @@ def serve(out: Artifact, serving: Serving, loading: ServedLoading, json: Json = 
                 console.print_json_line({"url": url, "model": name, "context": llm.context, "max_batch": max_batch})
             if llm.sampling_defaults:
                 found = ", ".join(f"{option} {value}" for option, value in llm.sampling_defaults.items())
-                console.log(f"qcompile: defaults of generation_config.json: {found} (--generation-config)")
-            console.log(f"qcompile: {name} answers at {url} (Ctrl-C ends)")
+                say(f"defaults of generation_config.json: {found} (--generation-config)")
+            say(f"{name} answers at {url} (Ctrl-C ends)")
 
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
         template = chat_template(out, llm.manifest["files"])
@@ -54,6 +56,7 @@ def serve(out: Artifact, serving: Serving, loading: ServedLoading, json: Json = 
             serving.origins or (),
             serving.tool_parser,
             serving.reasoning_parser,
+            logs.sinks(),
         )
         app.serve(served, listening, ready)
 

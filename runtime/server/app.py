@@ -34,6 +34,7 @@ from qcompile.runtime.sampling.structured import named_as
 from qcompile.runtime.server import api
 from qcompile.runtime.server.chat_api import ChatRequest
 from qcompile.runtime.server.chat_replies import ChatReply
+from qcompile.runtime.server.exchanges import ExchangeRecorder, Sink
 from qcompile.runtime.server.metrics import Metrics
 from qcompile.runtime.server.replies import CompletionReply, Echo, Reply
 from qcompile.runtime.server.service import Answer, BusyError, Service
@@ -65,7 +66,7 @@ class Served:
 
     origins: web pages whose scripts may read responses, as `https://example.org`; `*` stands for all. Pages of this
     machine may in any case. tool_parser, reasoning_parser: formats of replies by name; None for those that the template
-    shows.
+    shows. sinks: what takes the records of all requests.
     """
 
     llm: LLM
@@ -76,6 +77,7 @@ class Served:
     origins: Sequence[str] = ()
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    sinks: Sequence[Sink] = ()
 
     def dialogues(self) -> DialogueFormat | None:
         """How conversations are written and read; None without a template. Raises UsageError for unknown parsers."""
@@ -93,7 +95,7 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
     service = Service(served.llm, served.max_waiting)
     config = uvicorn.Config(
         create_app(served, service),
-        log_level="warning",
+        log_config=None,
         access_log=False,
         lifespan="off",
         timeout_keep_alive=_IDLE_SECONDS,
@@ -166,6 +168,8 @@ def create_app(served: Served, service: Service) -> FastAPI:
         expose_headers=["Retry-After"],
     )
     app.add_middleware(_Middleware, metrics=handlers.metrics, most=most)
+    if served.sinks:
+        app.add_middleware(ExchangeRecorder, sinks=served.sinks)
     app.api_route("/health", methods=_READ)(handlers.health)
     app.api_route("/metrics", methods=_READ)(handlers.show_metrics)
     guarded = APIRouter(route_class=_guarded(handlers.authorize))
@@ -211,7 +215,7 @@ class _Handlers:
         self._served, self._service, self._llm = served, service, served.llm
         self._started = int(time.time())
         self._dialogues = served.dialogues()
-        self.metrics = Metrics(service)
+        self.metrics = Metrics(service, served.name)
         service.cancelled = self.metrics.cancelled
         if served.template:
             self._llm.end_at(closing_tokens(served.template, self._llm.tokenizer))
@@ -454,7 +458,7 @@ class _Middleware:
                 started = True
                 route = scope.get("route")
                 path = route.path if route else "other"  # arbitrary paths must not become labels
-                self._metrics.responses.labels(path, message["status"]).inc()
+                self._metrics.responded(path, message["status"])
             await send(message)
 
         try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
 from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.server.exchanges import note
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -26,34 +27,47 @@ class Occupancy(Protocol):
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own."""
+    """The metrics of one server, in a registry of their own. model: the model's name, a label of all metrics."""
 
-    def __init__(self, occupancy: Occupancy) -> None:
-        self.registry = registry = CollectorRegistry()
-        registry.register(_Gauges(occupancy))
-        self.responses = Counter("qcompile_responses", "HTTP responses.", ["path", "status"], registry=registry)
-        self._prompt = Counter("qcompile_prompt_tokens", "Tokens of answered prompts.", registry=registry)
-        self._cached = Counter("qcompile_cached_prompt_tokens", "Of them, taken from the KV cache.", registry=registry)
-        self._generated = Counter("qcompile_generated_tokens", "Tokens generated.", registry=registry)
-        self._samples = Counter("qcompile_samples", "Samples, by how they ended.", ["finish_reason"], registry=registry)
-        self._drafted = Counter("qcompile_drafted_tokens", "Tokens that drafts proposed.", registry=registry)
-        self._accepted = Counter("qcompile_accepted_tokens", "Of them, those kept.", registry=registry)
-        self._first_token = Histogram(
-            "qcompile_time_to_first_token_seconds", "From arrival.", buckets=_SECONDS, registry=registry
+    def __init__(self, occupancy: Occupancy, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self.registry.register(_Gauges(occupancy, model))
+        self._responses = self._counter("qcompile_responses", "HTTP responses.", "path", "status")
+        self._prompt = self._counter("qcompile_prompt_tokens", "Tokens of answered prompts.").labels(model)
+        self._cached = self._counter("qcompile_cached_prompt_tokens", "Of them, taken from the KV cache.").labels(model)
+        self._generated = self._counter("qcompile_generated_tokens", "Tokens generated.").labels(model)
+        self._samples = self._counter("qcompile_samples", "Samples, by how they ended.", "finish_reason")
+        self._drafted = self._counter("qcompile_drafted_tokens", "Tokens that drafts proposed.").labels(model)
+        self._accepted = self._counter("qcompile_accepted_tokens", "Of them, those kept.").labels(model)
+        self._queued = self._seconds("qcompile_queue_seconds", "From arrival to the first step.")
+        self._first_token = self._seconds("qcompile_time_to_first_token_seconds", "From arrival.")
+        self._per_token = self._seconds(
+            "qcompile_time_per_output_token_seconds", "After the first.", buckets=_TOKEN_SECONDS
         )
-        self._per_token = Histogram(
-            "qcompile_time_per_output_token_seconds", "After the first.", buckets=_TOKEN_SECONDS, registry=registry
-        )
-        self._total = Histogram("qcompile_request_seconds", "From arrival.", buckets=_SECONDS, registry=registry)
+        self._total = self._seconds("qcompile_request_seconds", "From arrival.")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ["model_name", *labels], registry=self.registry)
+
+    def _seconds(self, name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry).labels(self._model)
+
+    def responded(self, path: str, status: int) -> None:
+        """Count a response. path: the pattern of the path, as every label is kept for as long as the server runs."""
+        self._responses.labels(self._model, path, status).inc()
 
     def finished(self, output: RequestOutput) -> None:
-        """Count a prompt that was completed."""
+        """Count a prompt that was completed, and note it in the record of its request."""
+        note(output)
         times, samples = output.metrics, output.outputs
         self._prompt.inc(len(output.prompt_token_ids))
         self._cached.inc(times.cached_tokens)
         self._generated.inc(output.generated_tokens)
         for sample in samples:
-            self._samples.labels(sample.finish_reason).inc()
+            self._samples.labels(self._model, sample.finish_reason).inc()
+        if times.first_scheduled_time:
+            self._queued.observe(times.first_scheduled_time - times.arrival_time)
         if times.first_token_time:  # else only the prompt's log probabilities were asked for
             self._first_token.observe(times.first_token_time - times.arrival_time)
         self._total.observe(times.finished_time - times.arrival_time)
@@ -67,7 +81,7 @@ class Metrics:
         """Count a prompt that was cancelled: its client left, its logits are not finite, or the server shuts down."""
         self._generated.inc(output.generated_tokens)
         for sample in output.outputs:
-            self._samples.labels(sample.finish_reason).inc()
+            self._samples.labels(self._model, sample.finish_reason).inc()
 
     def text(self) -> bytes:
         """All metrics in the text format."""
@@ -77,12 +91,17 @@ class Metrics:
 class _Gauges:
     """Gauges, read when metrics are requested."""
 
-    def __init__(self, occupancy: Occupancy) -> None:
-        self._occupancy = occupancy
+    def __init__(self, occupancy: Occupancy, model: str) -> None:
+        self._occupancy, self._model = occupancy, model
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield one metric family for each gauge."""
         now = self._occupancy
-        yield GaugeMetricFamily("qcompile_running_samples", "Being computed.", now.running)
-        yield GaugeMetricFamily("qcompile_waiting_samples", "Not yet.", now.waiting)
-        yield GaugeMetricFamily("qcompile_kv_pages_used_ratio", "Of the KV cache's pages.", now.kv_pages_used_ratio)
+        yield self._gauge("qcompile_running_samples", "Being computed.", now.running)
+        yield self._gauge("qcompile_waiting_samples", "Not yet.", now.waiting)
+        yield self._gauge("qcompile_kv_pages_used_ratio", "Of the KV cache's pages.", now.kv_pages_used_ratio)
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family

@@ -36,9 +36,9 @@ def test_paths_that_clients_make_up_are_counted_as_one(llm: LLM) -> None:
         client.ask("/v1/models/c")
         client.ask("/v1/models")
         assert responses(client) == {
-            '{path="other",status="404"}': 4,
-            '{path="/v1/models/{name:path}",status="404"}': 2,
-            '{path="/v1/models",status="200"}': 1,
+            '{model_name="tiny",path="other",status="404"}': 4,
+            '{model_name="tiny",path="/v1/models/{name:path}",status="404"}': 2,
+            '{model_name="tiny",path="/v1/models",status="200"}': 1,
         }
 
 

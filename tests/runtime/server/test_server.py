@@ -78,7 +78,7 @@ def serving(llm: LLM, **options: Any) -> Iterator[Client]:
     served = server.Served(llm, "tiny", **options)
     service = Service(llm, served.max_waiting)
     app = server.create_app(served, service)
-    running = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+    running = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
     listening = server.bind("127.0.0.1", 0)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -382,7 +382,7 @@ def test_metrics_count(client: Client) -> None:
 
     before, path = (
         value("qcompile_generated_tokens_total"),
-        'qcompile_responses_total{path="/v1/completions",status="200"}',
+        'qcompile_responses_total{model_name="tiny",path="/v1/completions",status="200"}',
     )
     answered = value(path)
     client.complete("x")
@@ -395,7 +395,7 @@ def test_usage_and_metrics_tell_what_was_cached(another: LLM) -> None:
     with serving(another) as client:
         cached = [client.complete(prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
         counted = client.open("/metrics").read().decode()
-    assert cached == [0, 128] and "qcompile_cached_prompt_tokens_total 128.0" in counted
+    assert cached == [0, 128] and 'qcompile_cached_prompt_tokens_total{model_name="tiny"} 128.0' in counted
 
 
 def test_a_key_may_be_of_any_letters(another: LLM) -> None:
@@ -457,8 +457,8 @@ def test_who_hangs_up_frees_its_place(tiny_artifact: Build) -> None:
             assert idle(client), f"stream={stream}"
         assert client.complete("x", max_tokens=1)["usage"]["completion_tokens"] == 1
         counted = client.open("/metrics").read().decode()
-        assert 'qcompile_samples_total{finish_reason="abort"} 2.0' in counted
-        assert 'qcompile_samples_total{finish_reason="length"} 1.0' in counted
+        assert 'qcompile_samples_total{finish_reason="abort",model_name="tiny"} 2.0' in counted
+        assert 'qcompile_samples_total{finish_reason="length",model_name="tiny"} 1.0' in counted
         tokens = next(line for line in counted.splitlines() if line.startswith("qcompile_generated_tokens_total"))
         assert 2 <= float(tokens.split()[1]) < 500  # those of whom nobody waited for any more, too
 
