@@ -58,6 +58,10 @@ class ResourceError(QCompileError):
     exit_code = 5
 
 
+class BusyError(ResourceError):
+    """Too many requests wait already. The caller should try again later."""
+
+
 class ArtifactError(QCompileError):
     """An artifact is damaged, of another format version, or built for another machine."""
 

@@ -75,24 +75,15 @@ def _none_if_false(given: Any) -> Any:
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 _AS_THEY_ARE = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("n", "best_of", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
     *("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "priority"),
 )
 """Fields that SamplingParams has with the same names and values."""
 
 
-class Common(BodyPart, StructureFields):
-    """Fields of both kinds of request. Ranges that SamplingParams checks are not repeated here."""
+class SamplingFields(BodyPart):
+    """Fields of all requests for text that SamplingParams has, too. Ranges that it checks are not repeated here."""
 
-    idle = {
-        **{"echo": (False,), "suffix": ("",)},
-        **{"modalities": (["text"],)},
-        **{"tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True)},
-        **{"function_call": ("none", "auto")},
-        **{"reasoning_effort": ("none",), "verbosity": ("medium",), "length_penalty": (1,)},
-        **{"use_beam_search": (False,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,)},
-        **{"add_generation_prompt": (True,), "chat_template_kwargs": ({},)},
-    }
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -102,8 +93,6 @@ class Common(BodyPart, StructureFields):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
-    n: int | None = None
-    best_of: int | None = None
     seed: int | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops)] | None = None
     stop_token_ids: Tokens | None = None
@@ -114,18 +103,8 @@ class Common(BodyPart, StructureFields):
     allowed_token_ids: Tokens | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     truncate_prompt_tokens: int | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     priority: int | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: dict[str, Any] | None = None
-    """Identifies the caller, like the three fields before it, and does not affect the response."""
-    store: bool | None = None
-    service_tier: str | None = None
-    """Concerns OpenAI's own service, like the field before it: nothing is stored here, and there is one tier."""
 
     def sampling(self, defaults: Mapping[str, Any], max_tokens: int | None, **more: Any) -> SamplingParams:
         """The sampling parameters. Raises UsageError.
@@ -138,9 +117,38 @@ class Common(BodyPart, StructureFields):
         given = {name: getattr(self, name) for name in _AS_THEY_ARE} | more
         if self.logit_bias:
             given["logit_bias"] = {_token_number(token): bias for token, bias in self.logit_bias.items()}
-        given["structured_outputs"] = asked_structure(self)
         found = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**{**defaults, **found, "max_tokens": max_tokens})
+
+
+class Common(SamplingFields, StructureFields):
+    """Fields of completions and chat completions."""
+
+    idle = {
+        **{"echo": (False,), "suffix": ("",)},
+        **{"modalities": (["text"],)},
+        **{"tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True)},
+        **{"function_call": ("none", "auto")},
+        **{"reasoning_effort": ("none",), "verbosity": ("medium",), "length_penalty": (1,)},
+        **{"use_beam_search": (False,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,)},
+        **{"add_generation_prompt": (True,), "chat_template_kwargs": ({},)},
+    }
+    n: int | None = None
+    best_of: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
+    """Identifies the caller, like the three fields before it, and does not affect the response."""
+    store: bool | None = None
+    service_tier: str | None = None
+    """Concerns OpenAI's own service, like the field before it: nothing is stored here, and there is one tier."""
+
+    def sampling(self, defaults: Mapping[str, Any], max_tokens: int | None, **more: Any) -> SamplingParams:
+        several = {"n": self.n, "best_of": self.best_of, "structured_outputs": asked_structure(self)}
+        return super().sampling(defaults, max_tokens, **several, **more)
 
     @property
     def usage_options(self) -> StreamOptions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
 import sys
@@ -15,29 +14,28 @@ from typing import Any
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from qcompile import __version__
-from qcompile.errors import LongPromptError, OverflowedError, QCompileError, ResourceError, UsageError, shown
+from qcompile.errors import ResourceError, UsageError, shown
 from qcompile.runtime.arguments import Prompt
 from qcompile.runtime.chat import Render, closing_tokens
 from qcompile.runtime.dialogue import DialogueFormat
 from qcompile.runtime.infill import infill_tokens
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.params import SamplingParams
-from qcompile.runtime.sampling.structured import named_as
 from qcompile.runtime.server import api
+from qcompile.runtime.server.asking import Asker
 from qcompile.runtime.server.chat_api import ChatRequest
 from qcompile.runtime.server.chat_replies import ChatReply
+from qcompile.runtime.server.errors import add_error_handlers, refused
 from qcompile.runtime.server.exchanges import ExchangeRecorder, Sink
 from qcompile.runtime.server.metrics import Metrics
 from qcompile.runtime.server.replies import CompletionReply, Echo, Reply
-from qcompile.runtime.server.service import Answer, BusyError, Service
+from qcompile.runtime.server.service import Service
 from qcompile.runtime.server.structured import structure_field
 from qcompile.runtime.server.tokenization import DetokenizeRequest, TokenizeRequest
 
@@ -46,9 +44,6 @@ MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
 responses wait."""
 _DRAIN_SECONDS = 5  # for open responses to complete after the signal to end
 _LAST_SECONDS = 1  # then, to send all remaining clients the reason
-_ENCODED_AT_ONCE, _FOR_A_PROMPT = 2000, 100
-"""Most characters, or tokens, that are encoded at once: a thread would cost more time. Each prompt counts as the second
-number of characters in addition."""
 _SWITCH_SECONDS = 1e-3
 """How long a thread may keep Python's lock while another thread waits for it. A request's thread releases the lock for
 several system calls, and would wait 5 ms (Python's default) for the engine's thread after each."""
@@ -181,10 +176,7 @@ def create_app(served: Served, service: Service) -> FastAPI:
     guarded.post("/v1/completions")(handlers.complete)
     guarded.post("/v1/chat/completions")(handlers.chat)
     app.include_router(guarded)
-    app.add_exception_handler(QCompileError, _refused)
-    app.add_exception_handler(RequestValidationError, _malformed)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unexpected)
+    add_error_handlers(app)
     return app
 
 
@@ -204,18 +196,16 @@ def _guarded(authorize: Callable[[Request], None]) -> type[APIRoute]:
     return Guarded
 
 
-class _UnknownModelError(UsageError):
-    """A request names another model than the one served."""
-
-
 class _Handlers:
     """The handlers of all routes."""
 
     def __init__(self, served: Served, service: Service) -> None:
         self._served, self._service, self._llm = served, service, served.llm
         self._started = int(time.time())
-        self._dialogues = served.dialogues()
         self.metrics = Metrics(service, served.name)
+        self.asker = Asker(
+            served.name, served.llm, served.llm.engine.grammars, service, self.metrics, served.dialogues()
+        )
         service.cancelled = self.metrics.cancelled
         if served.template:
             self._llm.end_at(closing_tokens(served.template, self._llm.tokenizer))
@@ -246,7 +236,7 @@ class _Handlers:
 
     async def model(self, name: str) -> JSONResponse:
         """Describe the model that is served, if it has this name."""
-        self._known(name)
+        self.asker.check_model(name)
         return JSONResponse(self._entry())
 
     async def version(self) -> JSONResponse:
@@ -255,39 +245,23 @@ class _Handlers:
 
     async def tokenize(self, asked: TokenizeRequest) -> JSONResponse:
         """POST /tokenize."""
-        self._check_model(asked.model)
+        self.asker.check_model(asked.model)
         dialogue = asked.dialogue()
 
         def tokens() -> dict[str, Any]:
-            text = asked.prompt or "" if dialogue is None else self._templates.turn(dialogue).prompt
+            text = asked.prompt or "" if dialogue is None else self.asker.templates.turn(dialogue).prompt
             return asked.reply(self._llm, text)
 
         return JSONResponse(await run_in_threadpool(tokens))
 
     async def detokenize(self, asked: DetokenizeRequest) -> JSONResponse:
         """POST /detokenize."""
-        self._check_model(asked.model)
+        self.asker.check_model(asked.model)
         return JSONResponse(await run_in_threadpool(asked.reply, self._llm))
-
-    @property
-    def _templates(self) -> DialogueFormat:
-        """How conversations are written. Raises UsageError without a chat template."""
-        if self._dialogues is None:
-            raise UsageError(f"{self._served.name} has no chat template: use /v1/completions")
-        return self._dialogues
 
     def _entry(self) -> dict[str, Any]:
         name, most = self._served.name, self._llm.context
         return {"id": name, "object": "model", "created": self._started, "owned_by": "qcompile", "max_model_len": most}
-
-    def _check_model(self, name: str | None) -> None:
-        """Raise UsageError for a request that names another model than the one served."""
-        if name is not None:
-            self._known(name)
-
-    def _known(self, name: str) -> None:
-        if name != self._served.name:
-            raise _UnknownModelError(f"there is no model {name!r} here, only {self._served.name!r}")
 
     async def complete(self, asked: api.CompletionRequest, request: Request) -> Response:
         """POST /v1/completions."""
@@ -302,7 +276,7 @@ class _Handlers:
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        templates = self._templates
+        templates = self.asker.templates
         given = asked.params(self._llm.sampling_defaults)
         turn = await run_in_threadpool(templates.turn, asked.dialogue(given.structure is not None))
         params = turn.params(given)
@@ -319,114 +293,19 @@ class _Handlers:
         reply: Reply,
         special: bool = True,
     ) -> Response:
-        self._check_model(asked.model)
+        self.asker.check_model(asked.model)
         if asked.stream:
             params.check_streamed()
             if asked.prompt_logprobs is not None:
                 raise UsageError("prompt_logprobs are not possible in streams")
-        self._service.admit(len(prompts) * params.generated.n, params)
-        tokens = await self._encoded(prompts, special, params)
-        # Compiled in a thread, as it may take longer than other responses should wait.
-        grammars = self._llm.engine.grammars
-        with named_as(structure_field(asked)):
-            grammar = await run_in_threadpool(grammars.compile, params.structure) if params.structure else None
-        answer = self._service.submit(tokens, params, asked.stream, grammar)
+        answer = await self.asker.submit(prompts, params, asked.stream, special, structure_field(asked))
         if asked.stream:
             events = reply.events(answer, self.metrics.finished, asked.usage_options)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        outputs = await _unless_gone(request, self._collect(answer))
+        outputs = await self.asker.outputs(request, answer)
         if outputs is None:
             return Response(status_code=499)  # nobody reads it; proxies log this status for it
         return JSONResponse(reply.whole(outputs))
-
-    async def _encoded(self, prompts: list[Prompt], special: bool, params: SamplingParams) -> list[list[int]]:
-        """The prompts' tokens. Long texts are encoded in a thread, so that other responses continue."""
-
-        def encode() -> list[list[int]]:
-            return [self._llm.encode(prompt, special=special, params=params) for prompt in prompts]
-
-        texts = [prompt for prompt in prompts if isinstance(prompt, str | list)]  # anything else is refused
-        size = _FOR_A_PROMPT * len(prompts) + sum(map(len, texts))
-        return encode() if size <= _ENCODED_AT_ONCE else await run_in_threadpool(encode)
-
-    async def _collect(self, answer: Answer) -> list[RequestOutput]:
-        outputs = []
-        try:
-            async for output in answer:
-                self.metrics.finished(output)
-                outputs.append(output)
-        finally:
-            answer.cancel()
-        return outputs
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, list[RequestOutput]]) -> list[RequestOutput] | None:
-    """The result of `work`; if the client disconnects first, cancels `work` and returns None."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        with contextlib.suppress(asyncio.CancelledError, QCompileError):
-            await task
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client of a request disconnects. The body of the request must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _refused(request: Request, error: Exception) -> JSONResponse:
-    """The response to an error of qcompile."""
-    if isinstance(error, _UnknownModelError):
-        return JSONResponse(api.failure(str(error), "invalid_request_error", "model_not_found", "model"), 404)
-    if isinstance(error, UsageError):
-        code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
-        return JSONResponse(api.failure(str(error), "invalid_request_error", code), 400)
-    if isinstance(error, BusyError):
-        return JSONResponse(api.failure(str(error), "rate_limit_error"), 429, {"Retry-After": "1"})
-    status = 500 if isinstance(error, OverflowedError) else 503
-    return JSONResponse(api.failure(str(error), "server_error"), status)
-
-
-async def _malformed(request: Request, error: Exception) -> JSONResponse:
-    """Report one error of a malformed request with its position: an unknown field, or else the first error."""
-    assert isinstance(error, RequestValidationError)
-    wrong = error.errors()
-    unknown = [one for one in wrong if one["type"] == "extra_forbidden"]
-    first = (unknown or wrong)[0]
-    place = ".".join(str(part) for part in first["loc"][1:])
-    what = "is not supported" if unknown else first["msg"]
-    if first["type"] == "json_invalid":
-        place, what = "", f"not JSON at character {place}: {first.get('ctx', {}).get('error', 'malformed')}"
-    elif not place and "json" not in request.headers.get("content-type", ""):
-        what = "send JSON, with the header `Content-Type: application/json`"
-    message = f"{place or 'the body'}: {what}"
-    return JSONResponse(api.failure(message, "invalid_request_error", param=place or None), 400)
-
-
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    """The response to an unknown path, a wrong method, or a wrong API key."""
-    assert isinstance(error, HTTPException)
-    message, path = str(error.detail), shown(request.url.path)
-    if isinstance(error.__cause__, RecursionError):
-        message = "the body: its JSON is nested too deeply"
-    if error.status_code == 404:
-        message = f"there is nothing at {path}: use /v1/completions or /v1/chat/completions"
-    if error.status_code == 405:
-        message = f"{path} does not take {request.method}: use {(error.headers or {}).get('Allow')}"
-    code = {401: "invalid_api_key", 404: "not_found"}.get(error.status_code)
-    content = api.failure(message, "invalid_request_error", code)
-    return JSONResponse(content, error.status_code, headers=error.headers)
-
-
-async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    """The response to an unexpected exception. Its traceback is written to stderr."""
-    return JSONResponse(api.failure(f"unexpected {type(error).__name__}, see the server's log", "server_error"), 500)
 
 
 class _Middleware:
@@ -465,5 +344,5 @@ class _Middleware:
             await self._app(scope, bounded, counted)
         except asyncio.CancelledError:  # shutdown, while the client still sends or reads
             if not started:
-                refusal = await _refused(Request(scope), ResourceError("the server is closing"))
+                refusal = await refused(Request(scope), ResourceError("the server is closing"))
                 await refusal(scope, receive, counted)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from qcompile.errors import QCompileError, ResourceError, UsageError
+from qcompile.errors import BusyError, QCompileError, ResourceError, UsageError
 from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
@@ -20,12 +20,6 @@ from qcompile.runtime.sampling.params import SamplingParams
 _PIECE_SECONDS, _MOST_PIECE_SECONDS = 170e-6, 48e-3
 """Shortest time between two pieces of a stream: the first number for each running sample, at most the second. To make
 and send a piece takes about a third of the first number, during which the engine's thread may have to wait."""
-
-
-class BusyError(QCompileError):
-    """The queue of waiting requests is full; the caller should try again later."""
-
-    exit_code = ResourceError.exit_code
 
 
 @dataclass(eq=False)

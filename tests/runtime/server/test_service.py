@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from qcompile.errors import OverflowedError, UsageError
+from qcompile.errors import BusyError, OverflowedError, UsageError
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server import service as service_module
-from qcompile.runtime.server.service import Answer, BusyError, Service
+from qcompile.runtime.server.service import Answer, Service
 from tests.support.calls import fix_calls
 from tests.support.fake import fake_llm
 

@@ -1,0 +1,128 @@
+"""Has the model answer requests over HTTP: what the endpoints that generate text share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+
+from qcompile.errors import QCompileError, UsageError
+from qcompile.runtime.arguments import Prompt
+from qcompile.runtime.dialogue import DialogueFormat
+from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.sampling.grammars import Grammars
+from qcompile.runtime.sampling.masks import Grammar
+from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.sampling.structured import named_as
+from qcompile.runtime.server.errors import UnknownModelError
+from qcompile.runtime.server.metrics import Metrics
+from qcompile.runtime.server.replies import OutputStream
+
+_ENCODED_AT_ONCE, _FOR_A_PROMPT = 2000, 100
+"""Most characters, or tokens, that are encoded at once: a thread would cost more time. Each prompt counts as the second
+number of characters in addition."""
+
+
+class Encoder(Protocol):
+    """What is needed of an LLM."""
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]: ...
+    def encode(self, prompt: object, *, special: bool, params: SamplingParams) -> list[int]: ...
+
+
+class Submitting(Protocol):
+    """What is needed of a Service."""
+
+    def admit(self, count: int, params: SamplingParams) -> None: ...
+    def submit(
+        self, prompts: Sequence[list[int]], params: SamplingParams, partial: bool, grammar: Grammar | None
+    ) -> OutputStream: ...
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Has a model answer. name: the model's name for clients. dialogues: how conversations are written, if they can."""
+
+    name: str
+    llm: Encoder
+    grammars: Grammars
+    service: Submitting
+    metrics: Metrics
+    dialogues: DialogueFormat | None = None
+
+    @property
+    def templates(self) -> DialogueFormat:
+        """How conversations are written. Raises UsageError without a chat template."""
+        if self.dialogues is None:
+            raise UsageError(f"{self.name} has no chat template: use /v1/completions")
+        return self.dialogues
+
+    def check_model(self, name: str | None) -> None:
+        """Raise UnknownModelError for a request that names another model than the one served."""
+        if name is not None and name != self.name:
+            raise UnknownModelError(f"there is no model {name!r} here, only {self.name!r}")
+
+    async def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        partial: bool,
+        special: bool = False,
+        structure_field: str | None = None,
+    ) -> OutputStream:
+        """Encode prompts and submit them. Raises UsageError, BusyError and ResourceError, as `Service.submit` does.
+
+        partial: whether the answer yields outputs that grow. special: whether the tokenizer adds its special tokens.
+        structure_field: the field of the request that structured outputs come from; None for `structured_outputs`.
+        """
+        self.service.admit(len(prompts) * params.generated.n, params)
+        tokens = await self._encoded(prompts, special, params)
+        # Compiled in a thread, as it may take longer than other responses should wait.
+        with named_as(structure_field):
+            grammar = await run_in_threadpool(self.grammars.compile, params.structure) if params.structure else None
+        return self.service.submit(tokens, params, partial, grammar)
+
+    async def _encoded(self, prompts: Sequence[Prompt], special: bool, params: SamplingParams) -> list[list[int]]:
+        """The prompts' tokens. Long texts are encoded in a thread, so that other responses continue."""
+
+        def encode() -> list[list[int]]:
+            return [self.llm.encode(prompt, special=special, params=params) for prompt in prompts]
+
+        texts = [prompt for prompt in prompts if isinstance(prompt, str | list)]  # anything else is refused
+        size = _FOR_A_PROMPT * len(prompts) + sum(map(len, texts))
+        return encode() if size <= _ENCODED_AT_ONCE else await run_in_threadpool(encode)
+
+    async def outputs(self, request: Request, answer: OutputStream) -> list[RequestOutput] | None:
+        """The finished outputs; None if the client of the request disconnects first, which cancels the answer."""
+        task = asyncio.ensure_future(self._collect(answer))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            for one in (task, gone):
+                one.cancel()
+            with contextlib.suppress(asyncio.CancelledError, QCompileError):
+                await task
+
+    async def _collect(self, answer: OutputStream) -> list[RequestOutput]:
+        outputs = []
+        try:
+            async for output in answer:
+                self.metrics.finished(output)
+                outputs.append(output)
+        finally:
+            answer.cancel()
+        return outputs
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client of a request disconnects. The body of the request must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
