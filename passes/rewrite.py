@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qcompile.calibration import Calibration, CalibrationSource, open_source
 from qcompile.checkpoints import frontend, traces
+from qcompile.checkpoints.adapters import check_merged
 from qcompile.checkpoints.hub import find
+from qcompile.checkpoints.merging import Addend, merge
 from qcompile.checkpoints.tracing import hurried
 from qcompile.clock import Clock, Progress
 from qcompile.errors import UsageError
@@ -24,12 +26,13 @@ Rewritten = tuple[list[Graph], list[PassRecord]]
 class ImportOptions:
     """How to import a model: `source` are arguments of frontend.load, `calib` is the text to calibrate on.
 
-    `kept` is the folder for the results of an interrupted calibration. `check_passes` measures how far each pass moves
-    the logits.
+    `lora` are adapters to merge into its weights. `kept` is the folder for the results of an interrupted calibration.
+    `check_passes` measures how far each pass moves the logits.
     """
 
     source: Mapping[str, Any] = field(default_factory=dict)
     calib: CalibrationSource | None = None
+    lora: Sequence[Addend] = ()
     kept: Path | None = None
     check_passes: bool = False
 
@@ -43,14 +46,17 @@ def rewrite(model: Any, passes: tuple[Pass, ...], options: ImportOptions, clock:
     if isinstance(model, Graph) and options.source:
         raise UsageError(f"{next(iter(options.source))} is for what is imported, and a Graph is imported already")
     with clock("import"), hurried():
+        if isinstance(model, (str, Path)):
+            check_merged(find(model), (addend.adapter for addend in options.lora))
         place = None if options.check_passes else traces.place(model, options.source, str(first))
         trace = place.recall() if place else None
         graph = trace.graph if trace else model if isinstance(model, Graph) else frontend.load(model, **options.source)
+        graph = merge(graph, options.lora)
         if options.calib is not None:
             graph.calibration = _opened(options.calib, model, graph, options.kept, clock.progress)
     if graph.stage == "import":
         graphs, records = run_passes(graph, (first,), clock, options.check_passes)
-        if place:
+        if place and not options.lora:
             place.keep(traces.Trace(graphs[0], records[0].fired, records[0].notes))
     else:  # from a trace, or given as a raised Graph
         graphs = [graph] if trace else []

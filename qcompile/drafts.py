@@ -167,7 +167,7 @@ class SeparateDraft:
 
     def path(self, name: str, target: Graph, options: ImportOptions, table: WeightTable, clock: Clock) -> DraftPath:
         """The draft as a path called `name`; `target` is the quantized graph of the target model."""
-        how = ImportOptions({}, self.calibration(options.calib, target.calibration), options.kept)
+        how = ImportOptions({}, self.calibration(options.calib, target.calibration), kept=options.kept)
         graphs, records = rewrite(self.model, self.passes, how, clock)
         info = graphs[-1].info
         self.check(info, target.info)

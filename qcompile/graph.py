@@ -32,7 +32,8 @@ class ModelInfo:
     `parameters` counts tied weights once. `left_out` has the modules that no text reaches, as a vision tower, and their
     bytes in the checkpoint. `stated_position` is the context that the model states, if `max_position` is less.
     `embeds_scale` is the factor between a row of the token embedding's table and what transformers' `inputs_embeds`
-    have for its token; 0 if they are no multiple of a row.
+    have for its token; 0 if they are no multiple of a row. `adapters` are those merged into the weights, with
+    their factors.
     """
 
     name: str
@@ -44,12 +45,13 @@ class ModelInfo:
     left_out: Mapping[str, int] = field(default_factory=dict)
     stated_position: int | None = None
     embeds_scale: float = 1.0
+    adapters: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What the manifest records about the model."""
         facts = asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
-        usual: dict[str, Any] = {"left_out": {}, "stated_position": None, "embeds_scale": 1.0}
+        usual: dict[str, Any] = {"left_out": {}, "stated_position": None, "embeds_scale": 1.0, "adapters": {}}
         return {key: value for key, value in facts.items() if key not in usual or value != usual[key]}
 
 

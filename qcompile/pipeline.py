@@ -25,6 +25,7 @@ from qcompile.artifact.shards import WeightSpec
 from qcompile.artifact.writer import ArtifactWriter
 from qcompile.calibration import CalibrationSource
 from qcompile.checkpoints import frontend
+from qcompile.checkpoints.merging import addends
 from qcompile.checkpoints.tokenizer_files import tokenizer_files
 from qcompile.clock import Clock, Progress, silent
 from qcompile.codegen.backend import Backend, Files
@@ -109,6 +110,7 @@ def build(  # parameters: the public interface, one keyword for each option
     calib: CalibrationSource | str | Path | torch.Tensor | None = None,
     check_passes: bool = False,
     passes: Sequence[Pass] = (),
+    lora: str | Path | Sequence[str | Path] = (),
     **source: Any,
 ) -> BuildReport:
     """Compile `model` into an artifact directory `out`.
@@ -121,15 +123,16 @@ def build(  # parameters: the public interface, one keyword for each option
     before it; the recipe's own drafts come first. `dump_ir` is a folder for all graphs as text and SVG. `calib` is the
     text by which weights' codes are chosen (a file, token ids [samples, length], or a calibration.CalibrationSource).
     If interrupted, the same build resumes. `check_passes` records each pass's change of the logits and seconds, on a
-    short text, in passes.json. `passes` are further passes, which run after `raise`. Raises QCompileError, without
-    leaving a partial artifact, and TypeError for an argument that does not exist.
+    short text, in passes.json. `passes` are further passes, which run after `raise`. `lora` are folders of adapters in
+    PEFT's format to merge into the weights, "DIR=0.5" with a factor. Raises QCompileError, without leaving a partial
+    artifact, and TypeError for an argument that does not exist.
     """
     frontend.check_arguments(build, source)
     clock, machine = Clock(progress or silent), targets.get_target(target)
     text = calib if calib is None or isinstance(calib, CalibrationSource) else CalibrationSource(calib)
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
     schedule = Schedule(recipe, target, options or {}, head_dtype, tuple(passes))
-    importing = ImportOptions(source, text, kept, check_passes)
+    importing = ImportOptions(source, text, addends(lora), kept, check_passes)
     drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes(target))
     backend = backend_of(machine)
     compiler = backend.compiler()  # raises if there is none, before any work
@@ -151,6 +154,10 @@ def build(  # parameters: the public interface, one keyword for each option
                 writer.add_unsealed(PASSES_FILE, canonical_json([record.measured for record in planned.passes]))
             path = writer.finish(_manifest(planned, schedule, machine, kernels, weights))
             shutil.rmtree(kept, ignore_errors=True)
+    return _build_report(path, planned, clock)
+
+
+def _build_report(path: Path, planned: CompilationPlan, clock: Clock) -> BuildReport:
     of_drafts = {draft.name: tuple(draft.passes) for draft in planned.drafts}
     info, bits_per_weight = planned.graphs[-1].info, planned.bits_per_weight
     found = info.left_out, info.max_position, info.stated_position

@@ -59,6 +59,7 @@ SHAPE: Shape = {
         "eos_token_ids": [int],
         "left_out": Maybe({str: Whole()}),
         "embeds_scale": Maybe(float),
+        "adapters": Maybe({str: float}),
     },
     "passes": [{"name": str, "fired": int, "options": dict, "notes": list}],
     "qcompile_version": str,

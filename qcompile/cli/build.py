@@ -48,6 +48,7 @@ def build(
       qcompile build samples/pycode-26m -o out/qserve --recipe qserve --calib text.jsonl
       qcompile build samples/pycode-26m -o out/auto --recipe auto --calib text.jsonl --target-bits 4.4
       qcompile build samples/pycode-26m -o out/fast --recipe ml-specqd --draft samples/pycode-1m --draft lookup
+      qcompile build samples/pycode-26m -o out/tuned --lora my-adapter --lora style=0.5
     """
     from qcompile.recipes import allocation, get_recipe, parse_options
     from qcompile.targets import get_target
@@ -93,6 +94,7 @@ def _build(
         options=settings,
         head_dtype=compilation.head_dtype,
         drafts=compilation.drafts or (),
+        lora=compilation.lora or (),
         progress=progress,
         dump_ir=inspection.dump_ir,
         check_passes=inspection.check,

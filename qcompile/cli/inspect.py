@@ -129,6 +129,7 @@ def as_text(contents: dict[str, Any]) -> str:
         f"model    {model['name']}, {model['parameters']:,} parameters, vocabulary {model['vocab_size']}, "
         f"context {console.context_text(model['max_position'], model.get('stated_position'))}\n"
         f"{console.left_out(model.get('left_out') or {})}"
+        f"{_adapters(model.get('adapters') or {})}"
         f"recipe   {recipe['name']}{options}\n"
         f"target   {target['name']} ({target['isa']})\n"
         f"weights  {contents['bits_per_weight']:.2f} bits per weight of the linears\n"
@@ -137,6 +138,12 @@ def as_text(contents: dict[str, Any]) -> str:
         f"passes\n{passes}"
         f"sizes\n{_indented(console.table(['', ''], rows))}"
     )
+
+
+def _adapters(merged: dict[str, float]) -> str:
+    """A line about the adapters merged into the weights; empty if there are none."""
+    named = ", ".join(name if factor == 1 else f"{name} times {factor:g}" for name, factor in merged.items())
+    return f"adapters {named}\n" if named else ""
 
 
 def _draft_text(draft: dict[str, Any]) -> str:

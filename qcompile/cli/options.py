@@ -117,12 +117,18 @@ class Compilation:
 
 @dataclass(frozen=True)
 class DraftedCompilation(Compilation):
-    """What to compile a model to, and its drafts."""
+    """What to compile a model to, its drafts, and adapters that become part of it."""
 
     drafts: Annotated[
         list[str] | None,
         typer.Option(
             "--draft", metavar="MODEL", help="Draft model, or `lookup`; repeatable: each drafts for the one before."
+        ),
+    ] = None
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora", metavar="DIR[=FACTOR]", help="LoRA adapter (PEFT) to merge into the weights; repeatable."
         ),
     ] = None
 
