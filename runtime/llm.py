@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
+    from qcompile.runtime.interop.causal_lm import CompiledCausalLM
+
 
 class LLM:
     """A loaded model. Close it, or use it as a context manager, to end its threads and free its memory.
@@ -78,6 +80,8 @@ class LLM:
         self._token_bytes = cache(partial(token_bytes, tokenizer)) if tokenizer else None
         self.sampling_defaults: dict[str, Any] = {}
         """Fields of SamplingParams as the checkpoint recommends them, for calls that do not give SamplingParams."""
+        self.generation_config: dict[str, Any] = {}
+        """The checkpoint's generation_config.json, as far as it is not ignored."""
         self._keep = keep
         self._close = weakref.finalize(self, _close_all, executor, drafter)
         self._shared = SharedEngine(self.engine, self._close)
@@ -181,16 +185,8 @@ class LLM:
         template. Raises UsageError as `generate` does, and if the model has no chat template or it takes no such
         conversation.
         """
-        asked = ChatOptions(
-            tools,
-            tool_choice,
-            parallel_tool_calls,
-            documents,
-            reasoning_effort,
-            chat_template_kwargs,
-            tool_parser,
-            reasoning_parser,
-        )
+        given = (tools, tool_choice, parallel_tool_calls, documents, reasoning_effort)
+        asked = ChatOptions(*given, chat_template_kwargs, tool_parser, reasoning_parser)
         turns = self.turns(conversations_of(messages), params, options, asked)
         prompts = [self.encode(turn.prompt, special=False) for turn, _ in turns]
         readers, params_of_each = [turn for turn, _ in turns], [one for _, one in turns]
@@ -244,6 +240,20 @@ class LLM:
     def end_at(self, tokens: Iterable[int]) -> None:
         """Let these tokens end a text, too. `load` does so for the tokenizer's own, and chats for their template's."""
         self.engine.end_at(tokens)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        return self.engine.postprocessor.eos
+
+    def as_transformers(self) -> CompiledCausalLM:
+        """The model in the form of transformers' causal language models, with `generate`, logits and loss.
+
+        It uses this model, which must stay open. It needs torch and transformers, which building needs, too.
+        """
+        from qcompile.runtime.interop.causal_lm import CompiledCausalLM
+
+        return CompiledCausalLM(self, self.manifest["model"].get("name", ""))
 
     def check(self, params: SamplingParams) -> None:
         """Raise UsageError for parameters that this model does not support."""

@@ -9,10 +9,10 @@ from qcompile.artifact.reader import read_checked_manifest, state
 from qcompile.errors import ArtifactError
 from qcompile.runtime.chat import chat_template
 from qcompile.runtime.devices import open_model
-from qcompile.runtime.generation_config import sampling_defaults
+from qcompile.runtime.generation_config import NAME, sampling_defaults
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import MAX_BATCH, LoadOptions
-from qcompile.runtime.special_tokens import end_tokens
+from qcompile.runtime.special_tokens import end_tokens, json_object
 from qcompile.runtime.speculation.controller import GammaController
 from qcompile.runtime.speculation.costs import SpeculationPrior
 
@@ -72,6 +72,7 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
     )
     if options.generation_config == "auto":
         llm.sampling_defaults = sampling_defaults(Path(path), manifest["files"])
+        llm.generation_config = json_object(Path(path), manifest["files"], NAME)
     llm.end_at(end_tokens(Path(path), manifest["files"], opened.tokenizer))
     llm.template = chat_template(Path(path), manifest["files"])
     return _speculating(llm, options) if llm.engine.speculation.drafter else llm

@@ -38,7 +38,7 @@ def model_types() -> set[str]:
 
 def class_names() -> set[str]:
     """Configurations and causal models, with and without what their names end in."""
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    causal = [name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if kind != "qcompile"]
     names = {name for found in causal for name in ([found] if isinstance(found, str) else found)}
     return {name.lower() for name in names | {CONFIG_MAPPING[kind].__name__ for kind in CONFIG_MAPPING}}
 

@@ -1,0 +1,1 @@
+"""A loaded model as other libraries know models: for transformers, and for lm-evaluation-harness."""
