@@ -13,6 +13,12 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 _MOST_ID = 24
 
 
+def new_call_id(characters: int | None, prefix: str = "call_") -> str:
+    """An id for a call, of `characters` letters and digits where a template needs that, else with a prefix."""
+    drawn = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(characters or _MOST_ID))
+    return drawn if characters else prefix + drawn
+
+
 class MessageStream:
     """The message of one reply as its text comes. Each `push` returns what it adds to the message, OpenAI's delta."""
 
@@ -48,7 +54,7 @@ class MessageStream:
                 part[name] = (part.get(name) or "") + event.text
             return
         if isinstance(event, CallStart):
-            head, index = {"id": self._new_id(), "type": "function"}, {"index": self.calls}
+            head, index = {"id": new_call_id(self._id_characters), "type": "function"}, {"index": self.calls}
             for part, first in ((delta, index), (self._message, {})):
                 function = {"name": event.name, "arguments": ""}
                 part.setdefault("tool_calls", []).append({**first, **head, "function": function})
@@ -58,9 +64,3 @@ class MessageStream:
             added.append({"index": self.calls - 1, "function": {"arguments": ""}})
         for call in (added[-1], self._message["tool_calls"][-1]):
             call["function"]["arguments"] += event.text
-
-    def _new_id(self) -> str:
-        """An id for a call. Some templates refuse ids of another length than theirs."""
-        count = self._id_characters or _MOST_ID
-        characters = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(count))
-        return characters if self._id_characters else f"call_{characters}"

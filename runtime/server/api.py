@@ -37,8 +37,9 @@ class BodyPart(BaseModel):
             return body
         nothing = {name for name, values in cls.idle.items() if name in body and body[name] in values}
         given = {name: value for name, value in body.items() if value is not None and name not in nothing}
-        unknown = next((name for name in given if name not in cls.model_fields), None)
-        return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in given if name not in known), None)
+        return {name: value for name, value in given.items() if name in known or name == unknown}
 
 
 def _token_number(name: str) -> int | str:
@@ -207,3 +208,8 @@ def failure(message: str, kind: str, code: str | None = None, param: str | None 
 def event(data: dict[str, Any] | str) -> str:
     """A server-sent event."""
     return f"data: {data if isinstance(data, str) else encode(data)}\n\n"
+
+
+def named_event(data: dict[str, Any]) -> str:
+    """A server-sent event with the name of its `type`."""
+    return f"event: {data['type']}\ndata: {encode(data)}\n\n"

@@ -35,6 +35,7 @@ from qcompile.runtime.server.errors import add_error_handlers, refused
 from qcompile.runtime.server.exchanges import ExchangeRecorder, Sink
 from qcompile.runtime.server.metrics import Metrics
 from qcompile.runtime.server.replies import CompletionReply, Echo, Reply
+from qcompile.runtime.server.responses.routes import ResponsesRoutes
 from qcompile.runtime.server.service import Service
 from qcompile.runtime.server.structured import structure_field
 from qcompile.runtime.server.tokenization import DetokenizeRequest, TokenizeRequest
@@ -158,7 +159,7 @@ def create_app(served: Served, service: Service) -> FastAPI:
         CORSMiddleware,
         allow_origins=served.origins,
         allow_origin_regex=_LOCAL_PAGES,
-        allow_methods=[*_READ, "POST"],
+        allow_methods=[*_READ, "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["Retry-After"],
     )
@@ -175,6 +176,7 @@ def create_app(served: Served, service: Service) -> FastAPI:
     guarded.post("/detokenize")(handlers.detokenize)
     guarded.post("/v1/completions")(handlers.complete)
     guarded.post("/v1/chat/completions")(handlers.chat)
+    ResponsesRoutes(handlers.asker).add_to(guarded)
     app.include_router(guarded)
     add_error_handlers(app)
     return app

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -22,6 +22,10 @@ from qcompile.runtime.sampling.structured import named_as
 from qcompile.runtime.server.errors import UnknownModelError
 from qcompile.runtime.server.metrics import Metrics
 from qcompile.runtime.server.replies import OutputStream
+from qcompile.runtime.tokenizer import encode
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _ENCODED_AT_ONCE, _FOR_A_PROMPT = 2000, 100
 """Most characters, or tokens, that are encoded at once: a thread would cost more time. Each prompt counts as the second
@@ -31,8 +35,9 @@ number of characters in addition."""
 class Encoder(Protocol):
     """What is needed of an LLM."""
 
-    @property
-    def sampling_defaults(self) -> dict[str, Any]: ...
+    sampling_defaults: dict[str, Any]
+    tokenizer: Tokenizer | None
+
     def encode(self, prompt: object, *, special: bool, params: SamplingParams) -> list[int]: ...
 
 
@@ -68,6 +73,10 @@ class Asker:
         if name is not None and name != self.name:
             raise UnknownModelError(f"there is no model {name!r} here, only {self.name!r}")
 
+    def count(self, text: str) -> int:
+        """The number of tokens of a text without special tokens of the tokenizer's own."""
+        return len(encode(self.llm.tokenizer, text, False)) if self.llm.tokenizer else 0
+
     async def submit(
         self,
         prompts: Sequence[Prompt],
@@ -91,12 +100,12 @@ class Asker:
     async def _encoded(self, prompts: Sequence[Prompt], special: bool, params: SamplingParams) -> list[list[int]]:
         """The prompts' tokens. Long texts are encoded in a thread, so that other responses continue."""
 
-        def encode() -> list[list[int]]:
+        def encoded() -> list[list[int]]:
             return [self.llm.encode(prompt, special=special, params=params) for prompt in prompts]
 
         texts = [prompt for prompt in prompts if isinstance(prompt, str | list)]  # anything else is refused
         size = _FOR_A_PROMPT * len(prompts) + sum(map(len, texts))
-        return encode() if size <= _ENCODED_AT_ONCE else await run_in_threadpool(encode)
+        return encoded() if size <= _ENCODED_AT_ONCE else await run_in_threadpool(encoded)
 
     async def outputs(self, request: Request, answer: OutputStream) -> list[RequestOutput] | None:
         """The finished outputs; None if the client of the request disconnects first, which cancels the answer."""

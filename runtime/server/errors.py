@@ -11,8 +11,17 @@ from qcompile.errors import BusyError, LongPromptError, OverflowedError, QCompil
 from qcompile.runtime.server import api
 
 
-class UnknownModelError(UsageError):
+class NotFoundError(UsageError):
+    """A request names what is not here. code, param: of the error in OpenAI's format."""
+
+    code = "not_found"
+    param: str | None = None
+
+
+class UnknownModelError(NotFoundError):
     """A request names another model than the one served."""
+
+    code, param = "model_not_found", "model"
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -25,8 +34,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
 async def refused(request: Request, error: Exception) -> JSONResponse:
     """The response to an error of qcompile."""
-    if isinstance(error, UnknownModelError):
-        return JSONResponse(api.failure(str(error), "invalid_request_error", "model_not_found", "model"), 404)
+    if isinstance(error, NotFoundError):
+        return JSONResponse(api.failure(str(error), "invalid_request_error", error.code, error.param), 404)
     if isinstance(error, UsageError):
         code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
         return JSONResponse(api.failure(str(error), "invalid_request_error", code), 400)

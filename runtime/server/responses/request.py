@@ -1,0 +1,172 @@
+"""Requests of /v1/responses in OpenAI's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from qcompile.errors import UsageError, shown
+from qcompile.runtime.dialogue import Dialogue
+from qcompile.runtime.parsers.call_parser import is_name
+from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.sampling.structured import FORCED, StructuredOutputsParams, named_as
+from qcompile.runtime.server.api import BodyPart, Count, SamplingFields
+from qcompile.runtime.server.responses.items import Input, Message, messages_of
+
+FORMAT = "text.format"
+"""How errors name the language of structured outputs."""
+
+
+class FunctionTool(BodyPart):
+    """A function that the model may call. parameters: a JSON schema. strict: without effect."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _callable(cls, name: str) -> str:
+        if not is_name(name):
+            raise PydanticCustomError("name", "not a name: give 1 to 256 characters without spaces and brackets")
+        return name
+
+    def plain(self) -> Message:
+        """The tool in the form of chat completions."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _function_alone(given: Any) -> Any:
+    """Refuse a tool that OpenAI's servers run, before its fields are refused one by one."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise PydanticCustomError("tool", "{kind} is not supported: only functions are", {"kind": shown(kind)})
+    return given
+
+
+Tool = Annotated[FunctionTool, BeforeValidator(_function_alone)]
+
+
+class TextFormat(BodyPart):
+    """The language of the output. name, description, strict: without effect."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextConfig(BodyPart):
+    """How texts are written."""
+
+    idle: ClassVar[dict[str, tuple[object, ...]]] = {"verbosity": ("medium",)}
+    format: TextFormat | None = None
+
+
+class ReasoningConfig(BodyPart):
+    """How much the model reasons. The reasoning itself is returned: there is no summary of it."""
+
+    idle: ClassVar[dict[str, tuple[object, ...]]] = {
+        **{"summary": ("auto",), "generate_summary": ("auto",), "context": ("auto", "all_turns")},
+        **{"mode": ("standard",)},
+    }
+    effort: str | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """POST /v1/responses."""
+
+    idle: ClassVar[dict[str, tuple[object, ...]]] = {
+        **{"background": (False,), "truncation": ("disabled",), "top_logprobs": (0,)},
+        **{"include": ([], ["reasoning.encrypted_content"]), "stream_options": ({}, {"include_obfuscation": False})},
+        **{"prompt_cache_retention": ("in_memory", "24h")},
+    }
+    """`reasoning.encrypted_content` serves to give reasoning back: here, reasoning items have it as it is."""
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_function_alone)]], Field(fail_fast=True)] | None = (
+        None
+    )
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    """Identifies the caller or concerns OpenAI's own service, like the four fields before it, and has no effect."""
+
+    def messages(self) -> list[Message]:
+        """The messages of the input."""
+        return messages_of(self.input)
+
+    def dialogue(self, before: Sequence[Message]) -> Dialogue:
+        """What the model is asked. before: the messages of the previous response. Raises UsageError."""
+        tools, choice = self._tools()
+        if not tools and choice not in ("auto", "none"):
+            raise UsageError("tool_choice needs tools")
+        instructed = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages = [*instructed, *before, *self.messages()]
+        if not messages:
+            raise UsageError("input has no message")
+        return Dialogue(
+            messages,
+            tools,
+            choice,
+            self.parallel_tool_calls,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            variables=self.chat_template_kwargs or {},
+            structured=self.structure() is not None,
+        )
+
+    def _tools(self) -> tuple[list[Message], Any]:
+        """The tools that the model may call, and the choice among them, in the form of chat completions."""
+        tools, choice = [tool.plain() for tool in self.tools or ()], self.tool_choice
+        kind = choice.get("type") if isinstance(choice, Mapping) else None
+        if kind == "function":
+            return tools, {"type": "function", "function": {"name": choice.get("name")}}
+        if kind != "allowed_tools":
+            return tools, choice
+        allowed = choice.get("tools")
+        if not isinstance(allowed, list) or not all(isinstance(each, Mapping) for each in allowed):
+            raise UsageError("tool_choice.tools must be a list of tools")
+        names = [each.get("name") for each in allowed]
+        known = {tool["function"]["name"] for tool in tools}
+        for name in names:
+            if name not in known:
+                raise UsageError(f"tool_choice.tools has {shown(name)}, which is no function of tools")
+        return [tool for tool in tools if tool["function"]["name"] in names], choice.get("mode", "auto")
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """The language of the output; None for any text. Raises UsageError."""
+        form = self.text.format if self.text else None
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if form.schema_ is None:
+            raise UsageError(f"{FORMAT}.schema is missing")
+        with named_as(FORMAT):
+            return StructuredOutputsParams(json=form.schema_)
+
+    @property
+    def structure_field(self) -> str:
+        """The field that the language of the output comes from, as errors name it."""
+        return FORMAT if self.structure() else FORCED
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The request's sampling parameters, with defaults as in `sampling`. Raises UsageError."""
+        return self.sampling(defaults, self.max_output_tokens, structured_outputs=self.structure())

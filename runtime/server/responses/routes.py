@@ -1,0 +1,100 @@
+"""The endpoints of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from qcompile.errors import UsageError
+from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.server.asking import Asker
+from qcompile.runtime.server.responses.items import Message, messages_of
+from qcompile.runtime.server.responses.reply import ResponseReply
+from qcompile.runtime.server.responses.request import ResponsesRequest
+from qcompile.runtime.server.responses.store import ResponseStore, StoredResponse, UnknownResponseError
+from qcompile.runtime.turn import Turn
+
+_PATH = "/v1/responses"
+
+
+class ResponsesRoutes:
+    """The handlers. Responses are kept in memory."""
+
+    def __init__(self, asker: Asker) -> None:
+        self._asker, self._store = asker, ResponseStore()
+
+    def add_to(self, router: APIRouter) -> None:
+        """Add the routes to a router."""
+        router.post(_PATH)(self.create)
+        router.post(f"{_PATH}/input_tokens")(self.count)
+        router.get(f"{_PATH}/{{id}}")(self.retrieve)
+        router.delete(f"{_PATH}/{{id}}")(self.delete)
+        router.post(f"{_PATH}/{{id}}/cancel")(self.cancel)
+
+    async def create(self, asked: ResponsesRequest, request: Request) -> Response:
+        """POST /v1/responses."""
+        before = self._before(asked)
+        turn, params = await self._turn(asked, before)
+        reply = ResponseReply(self._asker.name, asked, params, turn, self._asker.count)
+        answer = await self._asker.submit([turn.prompt], params, asked.stream, structure_field=asked.structure_field)
+
+        def complete(response: dict[str, Any]) -> None:
+            if asked.store:
+                self._store.add(StoredResponse(response, [*before, *asked.messages(), *_said(response)]))
+
+        if asked.stream:
+            events = reply.events(answer, self._asker.metrics.finished, complete)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        outputs = await self._asker.outputs(request, answer)
+        if outputs is None:
+            return Response(status_code=499)  # nobody reads it; proxies log this status for it
+        response = reply.whole(outputs[0])
+        complete(response)
+        return JSONResponse(response)
+
+    async def count(self, asked: ResponsesRequest) -> JSONResponse:
+        """POST /v1/responses/input_tokens: the number of tokens of the prompt that a response would have."""
+        turn, _ = await self._turn(asked, self._before(asked))
+        tokens = await run_in_threadpool(self._asker.count, turn.prompt)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def retrieve(self, id: str, stream: bool = False) -> JSONResponse:
+        """GET /v1/responses/ID."""
+        if stream:
+            raise UsageError("stream: a response that was kept cannot be streamed")
+        return JSONResponse(self._store.get(id).response)
+
+    async def delete(self, id: str) -> JSONResponse:
+        """DELETE /v1/responses/ID."""
+        self._store.remove(id)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+    async def cancel(self, id: str) -> JSONResponse:
+        """POST /v1/responses/ID/cancel."""
+        self._store.get(id)
+        raise UsageError(
+            "only responses in the background can be cancelled, and `background` is not supported: close the connection"
+        )
+
+    def _before(self, asked: ResponsesRequest) -> list[Message]:
+        """The messages of the response that a request goes on from."""
+        self._asker.check_model(asked.model)
+        if asked.previous_response_id is None:
+            return []
+        try:
+            return list(self._store.get(asked.previous_response_id).messages)
+        except UnknownResponseError as error:
+            raise UsageError(f"previous_response_id: {error}") from None
+
+    async def _turn(self, asked: ResponsesRequest, before: list[Message]) -> tuple[Turn, SamplingParams]:
+        given = asked.params(self._asker.llm.sampling_defaults)
+        turn = await run_in_threadpool(self._asker.templates.turn, asked.dialogue(before))
+        return turn, turn.params(given)
+
+
+def _said(response: dict[str, Any]) -> list[Message]:
+    """The messages of a response's output."""
+    return messages_of(ResponsesRequest.model_validate({"input": response["output"]}).input)

@@ -1,0 +1,297 @@
+"""/v1/responses: OpenAI's own client, whole and streamed, with tools, reasoning, and responses that go on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from qcompile.runtime.chat import ChatTemplate
+from qcompile.runtime.engine.samples import PromptSamples
+from qcompile.runtime.server.responses.items import messages_of
+from qcompile.runtime.server.responses.request import ResponsesRequest
+from qcompile.runtime.server.responses.store import ResponseStore, StoredResponse, UnknownResponseError
+from tests.runtime.server.test_server import Client, slow_steps
+from tests.runtime.server.test_tools import REPLY, TEMPLATE, Say, say, serving_with
+
+openai = pytest.importorskip("openai")
+__all__ = ["say"]
+
+PATH = "/v1/responses"
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}, "count": {"type": "integer"}}}
+TOOLS: list[Any] = [
+    {"type": "function", "name": name, "parameters": PARAMETERS, "strict": False} for name in ("search", "noop")
+]
+ASKED: dict[str, Any] = {"model": "tiny", "input": "x", "temperature": 0, "max_output_tokens": 500}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with serving_with(TEMPLATE) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def responses(client: Client) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none", max_retries=0) as opened:
+        yield opened.responses
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What templates get."""
+    found: list[Any] = []
+    render = ChatTemplate.__call__
+
+    def noted(self: ChatTemplate, messages: Any, **variables: Any) -> str:
+        found.append((messages, variables))
+        return render(self, messages, **variables)
+
+    monkeypatch.setattr(ChatTemplate, "__call__", noted)
+    return found
+
+
+def test_a_text(responses: Any, say: Say, asked: list[Any]) -> None:
+    say("Hello.")
+    found = responses.create(**ASKED, instructions="Be brief.", metadata={"a": "b"}, store=False)
+    assert found.output_text == "Hello." and found.status == "completed" and found.error is None
+    assert (found.model, found.instructions, found.metadata) == ("tiny", "Be brief.", {"a": "b"})
+    assert found.usage.input_tokens == 1 and found.usage.output_tokens == 7 and found.usage.total_tokens == 8
+    assert (found.temperature, found.max_output_tokens, found.tool_choice, found.tools) == (0, 500, "auto", [])
+    assert [message["content"] for message in asked[-1][0]] == ["Be brief.", "x"]
+    with pytest.raises(openai.NotFoundError, match="there is no response"):
+        responses.retrieve(found.id)
+
+
+def test_max_output_tokens_leave_it_incomplete(responses: Any, say: Say) -> None:
+    say("Hello.")
+    found = responses.create(**ASKED | {"max_output_tokens": 3})
+    assert found.status == "incomplete" and found.incomplete_details.reason == "max_output_tokens"
+    assert found.output_text == "Hel" and found.output[0].status == "incomplete"
+    with responses.stream(**ASKED | {"max_output_tokens": 3}) as stream:
+        *_, done, last = list(stream)
+    assert last.type == "response.incomplete" and done.item.status == "incomplete" == last.response.status
+
+
+def test_a_conversation_goes_on_with_the_results_of_calls(responses: Any, say: Say, asked: list[Any]) -> None:
+    say(REPLY)
+    found = responses.create(**ASKED, tools=TOOLS)
+    thought, said, call, other = found.output
+    assert [item.type for item in found.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert thought.content[0].text == "Let me see." and said.content[0].text == "Sure."
+    assert (call.name, json.loads(call.arguments)) == ("search", {"path": "a b", "count": 2}) and other.name == "noop"
+    assert 5 <= found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+    say("Done.")
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": each.call_id, "output": each.name} for each in (call, other)
+    ]
+    after = responses.create(**ASKED | {"input": results}, tools=TOOLS, previous_response_id=found.id)
+    assert after.output_text == "Done." and after.previous_response_id == found.id
+    kept = asked[-1][0]
+    back = [{"role": "user", "content": "x"}, *found.output, *results]
+    assert responses.create(**ASKED | {"input": back}, tools=TOOLS, store=False).output_text == "Done."
+    assert asked[-1][0] == kept and [message["role"] for message in kept] == ["user", "assistant", "tool", "tool"]
+    assert kept[1]["reasoning_content"] == "Let me see." and kept[1]["content"] == "Sure."
+    assert [each["function"]["arguments"]["count"] for each in kept[1]["tool_calls"]] == [2, 2]
+    again = responses.create(**ASKED, previous_response_id=after.id)
+    assert len(asked[-1][0]) == 6 and again.output_text == "Done."
+
+
+def test_kept_responses(responses: Any, say: Say) -> None:
+    say("Hello.")
+    found = responses.create(**ASKED)
+    assert responses.retrieve(found.id) == found
+    with pytest.raises(openai.BadRequestError, match="only responses in the background can be cancelled"):
+        responses.cancel(found.id)
+    with pytest.raises(openai.BadRequestError, match="stream: a response that was kept cannot be streamed"):
+        responses.retrieve(found.id, stream=True)
+    responses.delete(found.id)
+    for use in (responses.retrieve, responses.delete, responses.cancel):
+        with pytest.raises(openai.NotFoundError, match=f"there is no response '{found.id[:5]}"):
+            use(found.id)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id: there is no response"):
+        responses.create(**ASKED, previous_response_id=found.id)
+
+
+def test_a_stream_is_put_together(responses: Any, say: Say) -> None:
+    say(REPLY)
+    with responses.stream(**ASKED, tools=TOOLS) as stream:
+        events = list(stream)
+        last = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:2] == ["created", "in_progress"] and kinds[-1] == "completed"
+    whole, kept = responses.create(**ASKED, tools=TOOLS), responses.retrieve(last.id)
+    assert kept.usage == last.usage == whole.usage and [item.id for item in kept.output] == [i.id for i in last.output]
+
+    def plain(response: Any) -> list[Any]:
+        return [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
+
+    assert plain(kept) == plain(whole)
+    for index, item in enumerate(last.output):
+        mine = [event for event in events if getattr(event, "output_index", None) == index]
+        assert mine[0].type == "response.output_item.added" and mine[-1].type == "response.output_item.done"
+        assert mine[0].item.id == mine[-1].item.id == item.id
+        deltas = "".join(event.delta for event in mine if event.type.endswith(".delta"))
+        assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
+        assert all(event.item_id == item.id for event in mine[1:-1])
+
+
+def test_a_parsed_output(responses: Any) -> None:
+    class Answer(BaseModel):
+        a: bool
+
+    found = responses.parse(**ASKED, text_format=Answer)
+    assert found.output_parsed.a in (True, False) and found.text.format.type == "json_schema"
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ({"type": "function", "name": "noop"}, "noop"),
+        ("required", None),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "noop"}]}, "noop"),
+    ],
+)
+def test_forced_calls(responses: Any, choice: Any, name: str | None) -> None:
+    found = responses.create(**ASKED, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+    (call,) = found.output
+    assert call.type == "function_call" and call.name in ([name] if name else ["search", "noop"])
+    assert isinstance(json.loads(call.arguments), dict)
+
+
+def test_allowed_tools_alone_are_shown(responses: Any, say: Say, asked: list[Any]) -> None:
+    say("x")
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "noop"}]}
+    assert len(responses.create(**ASKED, tools=TOOLS, tool_choice=choice).tools) == 2
+    assert [tool["function"]["name"] for tool in asked[-1][1]["tools"]] == ["noop"]
+
+
+def test_tokens_are_counted(responses: Any) -> None:
+    assert responses.input_tokens.count(model="tiny", input="x", tools=TOOLS).input_tokens == 1
+
+
+def test_a_response_that_fails_says_so(responses: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptSamples, "overflowed", property(lambda self: True))
+    events = list(responses.create(**ASKED, stream=True))
+    assert events[-1].type == "response.failed" and "not finite" in events[-1].response.error.message
+    with pytest.raises(openai.InternalServerError, match="not finite"):
+        responses.create(**ASKED)
+
+
+def test_leaving_a_stream_cancels_it(client: Client, responses: Any) -> None:
+    with slow_steps(client.service.llm):
+        stream = responses.create(**ASKED, stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        assert client.service.running or client.service.waiting
+        stream.close()
+        end = time.monotonic() + 20
+        while client.service.running and time.monotonic() < end:
+            time.sleep(0.01)
+    assert not client.service.running
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "input: Field required"),
+        ({"input": []}, "input has no message"),
+        ({"input": 5}, "input: Input should be a valid list"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: Input tag 'item_reference' found using 'type' "),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "content.0: 'input_image' is not support",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]},
+            "messages.0.tool_calls",
+        ),
+        ({"input": "x", "background": True}, "background: is not supported"),
+        ({"input": "x", "truncation": "auto"}, "truncation: is not supported"),
+        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include: is not supported"),
+        ({"input": "x", "conversation": "c"}, "conversation: is not supported"),
+        ({"input": "x", "n": 2}, "n: is not supported"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0: 'web_search' is not supported: only functions"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice needs tools"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice must be 'auto', "),
+        (
+            {"input": "x", "tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": [{"name": "f"}]}},
+            "tool_choice.tools has 'f', which is no function of tools",
+        ),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type: Input should be "),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema is missing"),
+        (
+            {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"not": {}}, "new": 1}}},
+            "text.format.new: is not supported",
+        ),
+        (
+            {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            "text.format cannot be compiled: Unimplemented keys",
+        ),
+        ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity: is not supported"),
+        ({"input": "x", "reasoning": {"effort": "max"}}, "reasoning_effort must be one of none, "),
+        ({"input": "x", "reasoning": {"summary": "detailed"}}, "reasoning.summary: is not supported"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens: Input should be greater than or equal to 1"),
+        ({"input": "x" * 2000, "instructions": 5}, "instructions: Input should be a valid string"),
+    ],
+)
+def test_what_is_refused(client: Client, body: dict[str, Any], said: str) -> None:
+    message = client.refused(400, body, PATH)
+    assert said in message
+
+
+def test_a_model_without_a_template_has_no_responses(client: Client) -> None:
+    assert client.refused(404, {"model": "other", "input": "x"}, PATH).startswith("there is no model 'other'")
+
+
+def test_items_as_messages() -> None:
+    """A reply's items are one message; a reply that follows is another."""
+    reasoning = {"type": "reasoning", "id": "1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    hidden = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "1"}]}
+    text = {"role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]}
+    items = [text, text, reasoning, text, call, text, reasoning, call, result, hidden, text]
+    found = messages_of(ResponsesRequest.model_validate({"input": items}).input)
+    called = {"tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+    said = {"role": "assistant", "content": "a"}
+    assert found == [
+        said,
+        said,
+        said | {"content": "aa", "reasoning_content": "hm"} | called,
+        said | {"content": None, "reasoning_content": "hm"} | called,
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+        said,
+    ]
+
+
+def test_the_oldest_responses_are_forgotten() -> None:
+    store = ResponseStore(most=3, most_characters=400)
+
+    def add(number: int, length: int = 10) -> None:
+        store.add(StoredResponse({"id": str(number)}, [{"content": "x" * length}]))
+
+    def kept() -> list[int]:
+        found = []
+        for number in range(20):
+            try:
+                store.get(str(number))
+                found.append(number)
+            except UnknownResponseError:
+                pass
+        return found
+
+    for number in range(5):
+        add(number)
+    assert kept() == [2, 3, 4]
+    add(5, 300)
+    assert kept() == [4, 5] or kept() == [3, 4, 5]
+    add(6, 500)
+    assert 6 not in kept()
+    store.remove("5")
+    add(7, 300)
+    assert 7 in kept()
