@@ -365,6 +365,19 @@ class Serving:
             "--max-waiting", min=0, metavar="N", help="Maximum number of samples that wait; more get HTTP 429."
         ),
     ] = 256
+    request_timeout: Annotated[
+        float,
+        typer.Option("--request-timeout", min=0.1, metavar="S", help="Seconds in which a request must have arrived."),
+    ] = 30.0
+    max_connections: Annotated[
+        int, typer.Option("--max-connections", min=1, metavar="N", help="Maximum number of open connections.")
+    ] = 4096
+    max_connections_per_address: Annotated[
+        int,
+        typer.Option(
+            "--max-connections-per-address", min=1, metavar="N", help="Maximum number of them from one IP address."
+        ),
+    ] = 1024
     origins: Annotated[
         list[str] | None,
         typer.Option(

@@ -57,6 +57,9 @@ def serve(out: Artifact, serving: Serving, logging: Logging, loading: ServedLoad
             serving.tool_parser,
             serving.reasoning_parser,
             logs.sinks(),
+            limits=app.ConnectionLimits(
+                serving.request_timeout, serving.max_connections, serving.max_connections_per_address
+            ),
         )
         app.serve(served, listening, ready)
 

@@ -31,6 +31,7 @@ from qcompile.runtime.server import api
 from qcompile.runtime.server.asking import Asker
 from qcompile.runtime.server.chat_api import ChatRequest
 from qcompile.runtime.server.chat_replies import ChatReply
+from qcompile.runtime.server.connections import DEFAULT_LIMITS, ConnectionLimits, limited_protocol
 from qcompile.runtime.server.errors import add_error_handlers, refused
 from qcompile.runtime.server.exchanges import ExchangeRecorder, Sink
 from qcompile.runtime.server.metrics import Metrics
@@ -62,7 +63,7 @@ class Served:
 
     origins: web pages whose scripts may read responses, as `https://example.org`; `*` stands for all. Pages of this
     machine may in any case. tool_parser, reasoning_parser: formats of replies by name; None for those that the template
-    shows. sinks: what takes the records of all requests.
+    shows. sinks: what takes the records of all requests. limits: those of connections.
     """
 
     llm: LLM
@@ -74,6 +75,7 @@ class Served:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     sinks: Sequence[Sink] = ()
+    limits: ConnectionLimits = DEFAULT_LIMITS
 
     def dialogues(self) -> DialogueFormat | None:
         """How conversations are written and read; None without a template. Raises UsageError for unknown parsers."""
@@ -89,15 +91,7 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
     """
     served.dialogues()  # an unknown parser is refused before the model is lent
     service = Service(served.llm, served.max_waiting)
-    config = uvicorn.Config(
-        create_app(served, service),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=_DRAIN_SECONDS + _LAST_SECONDS,
-    )
-    server = _Server(config, service, ready)
+    server = _Server(server_config(served, service, _DRAIN_SECONDS + _LAST_SECONDS), service, ready)
 
     def failed(error: BaseException) -> None:
         server.should_exit = True
@@ -114,6 +108,23 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
         service.close()
     if service.failure:
         raise service.failure
+
+
+def server_config(served: Served, service: Service, drain_seconds: int) -> uvicorn.Config:
+    """How uvicorn serves the application of `create_app`.
+
+    drain_seconds: how long open responses may continue after the signal to end.
+    """
+    return uvicorn.Config(
+        create_app(served, service),
+        http=limited_protocol(served.limits),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=drain_seconds,
+    )
 
 
 class _Server(uvicorn.Server):
@@ -152,7 +163,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def create_app(served: Served, service: Service) -> FastAPI:
     """Create the application. `service` owns `served.llm`."""
-    app = FastAPI(title="qcompile", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="qcompile", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     handlers = _Handlers(served, service)
     most = max(MOST_BYTES, MOST_BYTES_A_TOKEN * served.llm.context)
     app.add_middleware(
@@ -215,11 +226,11 @@ class _Handlers:
     def authorize(self, request: Request) -> None:
         """Raise HTTPException if an API key is required and the request has another or none."""
         key = self._served.api_key
-        given = request.headers.get("authorization", "")
-        if given[:7].lower() == "bearer ":  # scheme names are case-insensitive
-            given = given[7:].strip()
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":  # names of schemes are case-insensitive
+            given = ""
         # The framework decodes headers as Latin-1, but keys are UTF-8.
-        if key is not None and not secrets.compare_digest(given.encode("latin-1"), key.encode()):
+        if key is not None and not secrets.compare_digest(given.strip().encode("latin-1"), key.encode()):
             asked = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "wrong or missing API key: send `Authorization: Bearer KEY`", asked)
 

@@ -77,8 +77,7 @@ def serving(llm: LLM, **options: Any) -> Iterator[Client]:
     """A server in a thread of this process."""
     served = server.Served(llm, "tiny", **options)
     service = Service(llm, served.max_waiting)
-    app = server.create_app(served, service)
-    running = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    running = uvicorn.Server(server.server_config(served, service, drain_seconds=1))
     listening = server.bind("127.0.0.1", 0)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
     thread.start()
