@@ -11,7 +11,6 @@ import torch
 from qcompile import ops
 from qcompile.codegen.calls import Combine, Elementwise, ExpertGemm, Route
 from qcompile.codegen.gpu import compile as gpu_compile
-from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.gemm import spec as gemm
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.tile import Tile
@@ -25,8 +24,9 @@ from qcompile.passes.base import apply
 from qcompile.passes.merge import Merge
 from qcompile.targets import TARGETS
 from tests.codegen.cpu.test_experts import decoder
+from tests.support.compiled import Record
 from tests.support.graphs import step_inputs
-from tests.support.interpreted import interpreted, needs_triton
+from tests.support.interpreted import interpreted
 from tests.support.lowering import gpu_program
 from tests.support.tiny import Chunk
 
@@ -210,15 +210,14 @@ def test_scores_and_sums_interpreted() -> None:
 
 @pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
 @pytest.mark.parametrize("recipe", ["qserve", "w4a16"])
-def test_kernels_of_experts_compile_without_spills(target: str, recipe: str) -> None:
-    needs_triton()
+def test_kernels_of_experts_compile_without_spills(target: str, recipe: str, compiled: Record) -> None:
     machine = TARGETS[target]
     plan = make_plan(lowered(recipe)[1], machine)
     kinds = ("route", "scores", "combine", "expert_blocks")
     own = [label for label in plan.kernels if label.startswith(kinds) or "decode_8x3" in label or "gemv_e" in label]
     assert len({label.split("_")[0] for label in own}) >= 5
     for label in own:
-        built = compile_kernel(plan.kernels[label], machine.capability)
+        built = compiled(plan.kernels[label], machine.capability)
         assert built.spill_bytes == 0 and built.shared_bytes <= machine.shared_bytes, label
         if label.startswith("gemm"):
             assert any("bf16" in name or "s8" in name or "kind::" in name for name in built.matrix), built.matrix

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from qcompile import ops
-from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.router import CombineSpec
 from qcompile.codegen.gpu.rows import RowSpec
 from qcompile.targets import TARGETS
-from tests.support.interpreted import interpreted, needs_triton
+from tests.support.compiled import Record
+from tests.support.interpreted import interpreted
 
 POWERS = {exponent: RowSpec(88, 88, 88, power=exponent) for exponent in ops.POWERS}
 ADD_ROW = RowSpec(88, 88, 88, binary="add_row", other_stride=32)
@@ -49,8 +49,7 @@ def test_formulas_interpreted() -> None:
 
 
 @pytest.mark.parametrize("target", ["a100", "h200"])
-def test_formulas_compile(target: str) -> None:
-    needs_triton()
+def test_formulas_compile(target: str, compiled: Record) -> None:
     capability = TARGETS[target].capability
     for spec in (*POWERS.values(), ADD_ROW, MEAN, MEANS, MIX):
-        compile_kernel(spec.kernel(capability), capability)
+        compiled(spec.kernel(capability), capability)

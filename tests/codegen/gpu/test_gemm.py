@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 
 from benchmarks.gpu_common import launch
-from qcompile.codegen.gpu import sass
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, pack_gpu, unpack_gpu
-from qcompile.codegen.gpu.gemm.render import arguments_of, compile_for, kernel, name_of, render
+from qcompile.codegen.gpu.gemm.render import arguments_of, kernel, name_of, render
 from qcompile.codegen.gpu.gemm.spec import KernelSpec, reference
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, WS_MIN_TOKENS, Tile
 from qcompile.errors import UnsupportedError
@@ -23,6 +20,7 @@ from qcompile.formats.activations import activation_format
 from qcompile.formats.mixed import MIX_4_8
 from qcompile.formats.registry import GPU_KERNELS, format_of_packing, gpu_kernel, weight_format
 from qcompile.targets import TARGETS, TUNED_ON
+from tests.support.compiled import Record
 from tests.support.interpreted import interpreted, needs_triton
 
 _KERNELS = [kernel for kernel in GPU_KERNELS.values() if not kernel.mixed]
@@ -35,14 +33,6 @@ IN_GROUPS = tuple(kernel.name for kernel in GPU_KERNELS.values() if kernel.float
 """Kernels that take activations in groups of 128."""
 BF16_UNPACK_FORMATS = tuple(kernel.name for kernel in _KERNELS if kernel.by_plane)
 INTERPRETED = (Tile(16, 32, sliced_k=2, split_k=2), Tile(32, 32), Tile(16, 32, fused_planes=False))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def disassembled_once() -> Iterator[None]:
-    """A disassembler takes a quarter of a second to start: what compiling a kernel had it read is not read again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sass, "instructions", cache(sass.instructions))
-        yield
 
 
 def number_format(packing: str) -> str:
@@ -165,19 +155,18 @@ def test_numerics_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 @pytest.mark.parametrize("format", [*FORMATS, *WITH_INT8, "mix_4_8"])
-def test_compiles_ahead_of_time(format: str, capability: int) -> None:
-    needs_triton()
+def test_compiles_ahead_of_time(format: str, capability: int, compiled: Record) -> None:
     ahead = 4096 if capability >= 90 and format != "mix_4_8" else 0
     unroll = 2 if format == "qoq_g128" else 1
     tile = Tile(16, 64, split_k=4, unroll=unroll, stages=3, prefetch_bytes=ahead, fused_planes=capability == 90)
     two_widths = {"width": 4000, "wide": 448} if format == "mix_4_8" else {}
     spec = KernelSpec(format, 4096, 4096, tile, bias=True, x_groups=format in IN_GROUPS, **two_widths)
-    built = compile_for(spec, capability)
+    built = compiled(kernel(spec), capability)
     assert built.spill_bytes == 0
-    assert built.cubin[:4] == b"\x7fELF"
     kind = "bf16" if spec.layout.float_x else "s8"
     if capability == 100:
-        kind = kind if "mma.sync" in built.ptx else "kind::" + ("f16" if spec.layout.float_x else "i8")
+        synchronous = any("mma.sync" in name for name in built.matrix)
+        kind = kind if synchronous else "kind::" + ("f16" if spec.layout.float_x else "i8")
     assert any(kind in name for name in built.matrix), built.matrix
     if capability == 90:
         assert any(name.startswith("wgmma") for name in built.matrix)
@@ -291,24 +280,19 @@ WARP_SPECIALIZED = (
 
 
 @pytest.mark.parametrize("spec", OVERLAPPED, ids=lambda spec: f"{spec.format}-{spec.tile.unpack_k}")
-def test_weights_stay_in_registers_until_the_tensor_cores_are_done_with_them(spec: KernelSpec) -> None:
+def test_weights_stay_in_registers_until_the_tensor_cores_are_done_with_them(
+    spec: KernelSpec, compiled: Record
+) -> None:
     """The assembler does not see to it: no instruction may write what a product in flight still reads."""
-    needs_triton()
-    built = compile_for(spec, 90)
+    built = compiled(kernel(spec), 90)
     assert all("bf16" in name and name.startswith("wgmma") for name in built.matrix)
     # Halves of a last tile have sums of their own, beside which the assembler keeps room for those of whole ones.
     assert built.spill_bytes <= (88 if spec.persistent else 0)
     # Sums are stored as they lie: only a counter is stored to other warps.
-    stores = re.findall(r"st\.shared\S*", built.ptx)
-    assert len(stores) == (spec.tile.split_k > 1) and "st.shared.v" not in built.ptx
-    code = sass.instructions(built.cubin)
-    assert sass.overwritten(code) is None
-    # For each instruction of the tensor cores None, for each wait for them how many may still be in flight.
-    order = [
-        None if opcode.startswith("HGMMA") else int(what.rsplit("0x", 1)[1], 16)
-        for opcode, what in code
-        if opcode.startswith(("HGMMA", "WARPGROUP.DEPBAR"))
-    ]
+    stores = {name: count for name, count in built.ptx.items() if name.startswith("st.shared")}
+    assert sum(stores.values()) == (spec.tile.split_k > 1) and not any(".v" in name for name in stores)
+    assert not built.overwritten
+    order = built.order
     assert max(filter(None, order)) == (2 if spec.tile.unpack_k == 16 else 1)
     # The assembler makes warps wait for each product where it does not see through what goes on meanwhile.
     assert sum(pair == (None, 0) for pair in itertools.pairwise(order)) <= 3
@@ -316,9 +300,8 @@ def test_weights_stay_in_registers_until_the_tensor_cores_are_done_with_them(spe
 
 
 @pytest.mark.parametrize("spec", WARP_SPECIALIZED, ids=lambda spec: f"{spec.format}-{spec.tile.tokens}")
-def test_warp_specialized_kernels_compile(spec: KernelSpec) -> None:
-    needs_triton()
-    built = compile_for(spec, 90)
+def test_warp_specialized_kernels_compile(spec: KernelSpec, compiled: Record) -> None:
+    built = compiled(kernel(spec), 90)
     programs = 1 if spec.tile.warps == 8 else 2  # of a multiprocessor
     assert built.threads == 32 * (spec.tile.warps + 4)
     assert built.registers * built.threads * programs <= 1 << 16 and built.shared_bytes * programs <= 226 * 1024
@@ -328,10 +311,9 @@ def test_warp_specialized_kernels_compile(spec: KernelSpec) -> None:
     assert built.spill_bytes <= (24 if loops else 4 * 64 if spec.tile.serial_k > 1 and spec.tile.tokens == 128 else 0)
     kind = "f32.bf16.bf16" if spec.layout.float_x else "s32.s8.s8"
     assert built.matrix and all(kind in name and name.startswith("wgmma") for name in built.matrix)
-    assert built.ptx.count("griddepcontrol") == (2 if spec.pdl else 0)
-    code = sass.instructions(built.cubin)
-    assert sass.overwritten(code) is None
-    assert sum("GMMA" in opcode for opcode, _ in code) >= 4
+    waits = [count for name, count in built.ptx.items() if name.startswith("griddepcontrol")]
+    assert sum(waits) == (2 if spec.pdl else 0)
+    assert not built.overwritten and built.order.count(None) >= 4
 
 
 @pytest.mark.parametrize("format", [name for name, kernel in GPU_KERNELS.items() if kernel.few_rows])

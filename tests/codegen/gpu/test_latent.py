@@ -13,16 +13,16 @@ from torch import Tensor
 from qcompile.codegen.gpu.append import AppendSpec
 from qcompile.codegen.gpu.attention_latent import LatentSpec, shape_for
 from qcompile.codegen.gpu.attention_merge import MergeSpec
-from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.latent_launches import ALL_SPLITS
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.router import BlocksSpec, EverySpec
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TARGETS
+from tests.support.compiled import Record
 from tests.support.gluon_machine import launch
 from tests.support.graphs import latent, step_inputs
-from tests.support.interpreted import interpreted, needs_triton
+from tests.support.interpreted import interpreted
 from tests.support.lowering import gpu_program
 from tests.support.tiny import Chunk
 
@@ -259,25 +259,23 @@ def test_what_warp_groups_do_not_take() -> None:
         *(("a100", 16, format) for format in ("kv16", "kv4")),
     ],
 )
-def test_compiled_for_every_architecture(target: str, heads: int, format: str) -> None:
-    """At DeepSeek-V3's sizes: matrix instructions, shared memory that fits, no more spills than stated."""
-    needs_triton()
+def test_compiled_for_every_architecture(target: str, heads: int, format: str, compiled: Record) -> None:
+    """At DeepSeek-V3's sizes: matrix instructions, and shared memory that fits."""
     gpu = TARGETS[target]
     kv = GpuKV(format, 1, 576, leaves=1, value=(64, 576))
     for cut in ("split", "whole"):
         spec = LatentSpec(kv, heads, heads * 576 + 576, 0.1, cut=cut)  # type: ignore[arg-type]
         spec = shape_for(spec, gpu.capability, gpu.shared_bytes)
-        found = compile_kernel(spec.kernel(gpu.capability), gpu.capability)
+        found = compiled(spec.kernel(gpu.capability), gpu.capability)
         assert found.matrix and found.shared_bytes <= gpu.shared_bytes
 
 
 @pytest.mark.parametrize("format", ["kv16", "kv8", "kv4"])
-def test_appends_are_compiled(format: str) -> None:
-    needs_triton()
+def test_appends_are_compiled(format: str, compiled: Record) -> None:
     kv = GpuKV(format, 1, 576, leaves=1, value=(64, 576))
     for tokens in (1, 8):
         spec = AppendSpec(kv, 128, 129 * 576, 0, 128 * 576, None, rotary_dim=64, tokens=tokens)
-        assert compile_kernel(spec.kernel(90), 90).cubin
+        compiled(spec.kernel(90), 90)
 
 
 def test_other_shapes_are_refused() -> None:

@@ -17,8 +17,9 @@ from qcompile.runtime.sampling.masks import Grammar, GrammarState, Masks, mask_w
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import Rows
 from tests.codegen.gpu.test_sample import SMALL
+from tests.support.compiled import Record
 from tests.support.graphs import decoder
-from tests.support.interpreted import interpreted, needs_triton
+from tests.support.interpreted import interpreted
 
 
 class Remainders:
@@ -148,13 +149,11 @@ def test_an_engine_with_masks_interpreted(how: str) -> None:
     interpreted(__name__, f"interpret_engine('{how}')")
 
 
-def test_the_kernel_compiles() -> None:
-    needs_triton()
-    from qcompile.codegen.gpu.compile import compile_kernel
+def test_the_kernel_compiles(compiled: Record) -> None:
     from qcompile.codegen.gpu.masks import mask_kernel
 
     for capability in (80, 90):
-        assert compile_kernel(mask_kernel(151936), capability).spill_bytes == 0
+        assert compiled(mask_kernel(151936), capability).spill_bytes == 0
     assert mask_words(33) == 2
 
 

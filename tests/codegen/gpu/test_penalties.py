@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,8 +16,9 @@ from qcompile.runtime.sampling.draws import GREEDY, Draws
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
 from tests.codegen.gpu.test_sample import SMALL
+from tests.support.compiled import Record
 from tests.support.graphs import decoder
-from tests.support.interpreted import interpreted, needs_triton
+from tests.support.interpreted import interpreted
 from tests.support.sampled import penalized
 
 
@@ -146,15 +146,13 @@ def interpret_engine(how: str) -> None:
     assert generate(True, 0, range(4, 5)) == by_host[4:5]
 
 
-def test_arithmetic_is_that_of_python() -> None:
+def test_arithmetic_is_that_of_python(compiled: Record) -> None:
     """Divisions are exact, and no multiplication is fused with what follows it."""
-    needs_triton()
-    from qcompile.codegen.gpu.compile import compile_kernel
     from qcompile.codegen.gpu.penalties import penalty_kernel
 
     for capability in (80, 90):
-        found = compile_kernel(penalty_kernel("penalize", 5000, capability), capability)
-        assert set(re.findall(r"\b(?:div|fma|mad)[\w.]*\.f(?:32|64)", found.ptx)) == {"div.rn.f32"}
+        found = compiled(penalty_kernel("penalize", 5000, capability), capability)
+        assert {name for name in found.ptx if name.startswith(("div", "fma", "mad"))} == {"div.rn.f32"}
         assert found.spill_bytes == 0
 
 

@@ -10,15 +10,15 @@ import torch
 
 from qcompile.codegen.gpu.attention import AttentionSpec
 from qcompile.codegen.gpu.attention_variants import far_variants
-from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.runtime.step import Rows, pages_for
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_step import RECIPES, SHAPE, lowered
+from tests.support.compiled import Record
 from tests.support.graphs import decoder, step_inputs
-from tests.support.interpreted import interpreted, needs_triton
+from tests.support.interpreted import interpreted
 from tests.support.tiny import Chunk
 
 WIDE = {"heads": 2, "kv_heads": 1, "head_dim": 64, "hidden": 64, "ffn": 64}
@@ -140,31 +140,29 @@ def far(format: str, heads: int, kv_heads: int, dim: int, capability: int = 90, 
 
 
 @pytest.mark.parametrize("format", ["kv4", "kv8", "kv_hier"])
-def test_both_products_are_of_all_features_at_once(format: str) -> None:
+def test_both_products_are_of_all_features_at_once(format: str, compiled: Record) -> None:
     """As wgmma, in two programs a multiprocessor, with no more than sums of whole splits spilled."""
-    needs_triton()
     spec = replace(far(format, 32, 8, 128), warp_specialized=False, stages=1)
-    compiled = compile_kernel(spec.kernel(90), 90)
+    found = compiled(spec.kernel(90), 90)
     halves = "f16" if format == "kv_hier" else "bf16"
-    assert f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{halves}.{halves}" in compiled.matrix
-    assert all("m64n128k16" in one or "m64n64k16" in one for one in compiled.matrix)
-    assert compiled.threads == 128 and compiled.shared_bytes <= 113 * 1024
-    assert compiled.spill_bytes <= 600
+    assert f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{halves}.{halves}" in found.matrix
+    assert all("m64n128k16" in one or "m64n64k16" in one for one in found.matrix)
+    assert found.threads == 128 and found.shared_bytes <= 113 * 1024
+    assert found.spill_bytes <= 600
 
 
 @pytest.mark.parametrize("more", [{}, {"window": 1000, "sinks": True}, {"softcap": 30.0}], ids=str)
 @pytest.mark.parametrize("format", ["kv4", "kv8", "kv16"])
-def test_consumers_share_what_producers_unpack(format: str, more: dict[str, Any]) -> None:
+def test_consumers_share_what_producers_unpack(format: str, more: dict[str, Any], compiled: Record) -> None:
     """Two groups of rows and the producer in one program, with no more than sums of whole splits spilled."""
-    needs_triton()
     spec = replace(far(format, 28, 4, 128, **more), warp_specialized=True, stages=4)
     assert spec.queries == 2 * (64 // 7)
-    compiled = compile_kernel(spec.kernel(90), 90)
+    found = compiled(spec.kernel(90), 90)
     keys = "bf16" if format == "kv16" else "f16"
     wanted = {f"wgmma.mma_async.sync.aligned.m64n64k16.f32.{halves}.{halves}" for halves in (keys, "bf16")}
-    assert set(compiled.matrix) == wanted
-    assert compiled.threads == 384 and compiled.shared_bytes <= 227 * 1024
-    assert compiled.spill_bytes <= 450  # one or two of the three sums of 64 values a thread
+    assert set(found.matrix) == wanted
+    assert found.threads == 384 and found.shared_bytes <= 227 * 1024
+    assert found.spill_bytes <= 450  # one or two of the three sums of 64 values a thread
 
 
 def test_where_programs_are_not_warp_specialized() -> None:

@@ -20,8 +20,9 @@ from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Bias, Penalties
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_sample import SMALL
+from tests.support.compiled import Record
 from tests.support.graphs import decoder
-from tests.support.interpreted import interpreted, needs_triton
+from tests.support.interpreted import interpreted
 from tests.support.sampled import same_logprobs, same_outputs
 
 
@@ -216,11 +217,9 @@ def test_an_engine_that_reports_interpreted(how: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [40, 128256])
-def test_reports_compile(vocab: int) -> None:
-    needs_triton()
-    from qcompile.codegen.gpu.compile import compile_kernel
+def test_reports_compile(vocab: int, compiled: Record) -> None:
     from qcompile.codegen.gpu.report import report_kernel
 
     for kind in ("keep", "parts", "row"):
         for capability in (80, 90, 100):
-            assert compile_kernel(report_kernel(kind, vocab, capability), capability).spill_bytes == 0
+            assert compiled(report_kernel(kind, vocab, capability), capability).spill_bytes == 0

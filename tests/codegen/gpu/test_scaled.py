@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from qcompile.codegen.gpu.append import AppendSpec
-from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.targets import TARGETS
 from tests.passes.raising.test_scaled import scaled
+from tests.support.compiled import Record
 from tests.support.graphs import step_inputs
-from tests.support.interpreted import interpreted, needs_triton
+from tests.support.interpreted import interpreted
 from tests.support.lowering import gpu_program
 from tests.support.raising import raise_module
 from tests.support.tiny import Chunk
@@ -41,9 +41,8 @@ def test_steps_interpreted() -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_kernels_compile(capability: int) -> None:
-    needs_triton()
+def test_kernels_compile(capability: int, compiled: Record) -> None:
     one = AppendSpec(GpuKV("kv4", 2, 48), 4, 8 * 48, 0, 4 * 48, 6 * 48, 16, times=("query_table", "query_weight"))
     many = AppendSpec(GpuKV("kv16", 1, 128), 3, 640, 0, 384, 512, 128, hadamard=128, tokens=4, times=("query_table",))
     for spec in (one, many):
-        assert compile_kernel(spec.kernel(capability), capability).cubin
+        compiled(spec.kernel(capability), capability)

@@ -10,15 +10,16 @@ import torch
 from qcompile.codegen.gpu.attention import AttentionSpec
 from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.attention_variants import for_queries
-from qcompile.codegen.gpu.compile import compile_kernel, triton_version
+from qcompile.codegen.gpu.compile import triton_version
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_attention import CENTERED, interpret_hierarchical
 from tests.codegen.gpu.test_step import RECIPES, SHAPE, lowered
+from tests.support.compiled import Record
 from tests.support.graphs import step_inputs
-from tests.support.interpreted import interpreted, needs_triton
+from tests.support.interpreted import interpreted
 from tests.support.tiny import Chunk
 
 assert CENTERED and interpret_hierarchical  # called by the process that interprets
@@ -89,10 +90,9 @@ def _ends(kernel: str) -> bool:
 
 
 @pytest.mark.parametrize("format", ["kv4", "kv16", "kv_hier"])
-def test_decode_kernels_with_both_compile_without_spills(format: str) -> None:
-    needs_triton()
+def test_decode_kernels_with_both_compile_without_spills(format: str, compiled: Record) -> None:
     kv = GpuKV(format, 32, 128)  # heads of their own, as those of models with linear biases
     base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv), bias_positions=2048, sinks=True)
     most = 0 if triton_version().startswith("3.6.") else 256
     for work, spec in tiles.decode_attention(base, SplitLimits(kv, TARGETS["h200"].multiprocessors)).items():
-        assert compile_kernel(for_queries(spec, 1).kernel(90), 90).spill_bytes <= most, work
+        assert compiled(for_queries(spec, 1).kernel(90), 90).spill_bytes <= most, work

@@ -12,7 +12,7 @@ import torch
 
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
-from qcompile.codegen.gpu.gemm.render import arguments_of, compile_for, name_of, render
+from qcompile.codegen.gpu.gemm.render import arguments_of, kernel, name_of, render
 from qcompile.codegen.gpu.gemm.spec import KernelSpec, reference
 from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.errors import UnsupportedError
@@ -20,7 +20,8 @@ from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import gpu_packing, weight_format
 from qcompile.targets import TARGETS, TUNED_ON
 from tests.codegen.gpu.test_gemm import IN_GROUPS, number_format, packing_of, weight
-from tests.support.interpreted import interpreted, needs_triton
+from tests.support.compiled import Record
+from tests.support.interpreted import interpreted
 
 N, ROWS = 32, 4
 INTEGERS = ("qoq_channel", "qoq_g128", "w8_sym_channel")
@@ -125,14 +126,13 @@ def test_numerics_in_the_interpreter() -> None:
     ],
     ids=name_of,
 )
-def test_kernels_of_parts_that_differ_compile(spec: KernelSpec) -> None:
-    needs_triton()
+def test_kernels_of_parts_that_differ_compile(spec: KernelSpec, compiled: Record) -> None:
     assert spec.k_parts.longer
     if spec.tile.unpack_k in (16, 32):  # no interpreter takes these
         source = render(replace(spec, out="f32"))
         assert f"start = pk * BLOCKS + tl.minimum(pk, {spec.k_parts.longer})" in source
         assert "range(part_blocks" in source and "< part_blocks" in source and "< BLOCKS" not in source
-    assert compile_for(replace(spec, out="f32"), 90).spill_bytes == 0
+    assert compiled(kernel(replace(spec, out="f32")), 90).spill_bytes == 0
 
 
 def test_a_single_row_of_a_small_or_an_odd_weight_has_a_kernel_of_its_own() -> None:

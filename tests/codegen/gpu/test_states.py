@@ -13,7 +13,6 @@ from torch import Tensor
 from qcompile import ops
 from qcompile.codegen.calls import Call, Elementwise, TakeRows
 from qcompile.codegen.gpu import fused
-from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.fuse import activate_convolutions, fuse
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.states import FUSED_ROWS, ConvSpec, RecurrenceSpec
@@ -21,8 +20,9 @@ from qcompile.codegen.state_calls import ConvStep
 from qcompile.errors import UnsupportedError
 from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState
 from qcompile.targets import TARGETS
+from tests.support.compiled import Record
 from tests.support.graphs import recurrent, step_inputs
-from tests.support.interpreted import interpreted, needs_triton
+from tests.support.interpreted import interpreted
 from tests.support.lowering import gpu_program
 from tests.support.tiny import Chunk
 
@@ -308,21 +308,19 @@ SHAPES = {
 
 @pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_recurrences_compile_without_spills(name: str, target: str) -> None:
-    needs_triton()
+def test_recurrences_compile_without_spills(name: str, target: str, compiled: Record) -> None:
     heads, key_heads, key_dim, value_dim, by_key, rates, gain, delta = SHAPES[name]
     state = RecurrenceState(heads, key_heads, key_dim, value_dim, by_key)
     strides = dict.fromkeys(("q", "k", "v", "decay", *["gain"] * gain), 1 << 14)
     rated: Any = rates
     spec = RecurrenceSpec(state, strides, heads * value_dim, 0, state.size, delta, rated)
-    built = compile_kernel(spec.kernel(TARGETS[target].capability), TARGETS[target].capability)
+    built = compiled(spec.kernel(TARGETS[target].capability), TARGETS[target].capability)
     assert built.spill_bytes == 0 and built.threads == 32, built.registers
 
 
 @pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
-def test_convolutions_compile_without_spills(target: str) -> None:
-    needs_triton()
+def test_convolutions_compile_without_spills(target: str, compiled: Record) -> None:
     capability = TARGETS[target].capability
     for computes, keeps in ((True, True), (True, False), (False, True)):
         spec = ConvSpec(ConvState(8192, 4), 8192, 8192, 0, 1 << 20, True, computes, keeps)
-        assert compile_kernel(spec.kernel(capability), capability).spill_bytes == 0
+        assert compiled(spec.kernel(capability), capability).spill_bytes == 0

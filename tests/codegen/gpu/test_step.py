@@ -22,10 +22,9 @@ from qcompile.codegen.calls import Embed, QuantizeRows
 from qcompile.codegen.gpu.attention import AttentionSpec
 from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.attention_variants import for_queries
-from qcompile.codegen.gpu.compile import build, compile_kernel, triton_version
+from qcompile.codegen.gpu.compile import triton_version
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
-from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.rows import MAX_WIDTH, RowSpec, in_blocks
@@ -37,6 +36,7 @@ from qcompile.formats.activations import activation_format
 from qcompile.passes.base import run_passes
 from qcompile.passes.schedule import configure
 from qcompile.targets import TARGETS
+from tests.support.compiled import Record, sizes_of_sums
 from tests.support.graphs import decoder, latent, step_inputs
 from tests.support.interpreted import interpreted, needs_triton
 from tests.support.lowering import gpu_program
@@ -213,19 +213,18 @@ def test_softplus_interpreted() -> None:
 
 
 @pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
-def test_softplus_compiles(target: str) -> None:
-    needs_triton()
-    compile_kernel(RowSpec(88, 88, 88, unary="softplus").kernel(TARGETS[target].capability), TARGETS[target].capability)
+def test_softplus_compiles(target: str, compiled: Record) -> None:
+    capability = TARGETS[target].capability
+    compiled(RowSpec(88, 88, 88, unary="softplus").kernel(capability), capability)
 
 
 @pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
-def test_xielu_compiles(target: str) -> None:
-    needs_triton()
+def test_xielu_compiles(target: str, compiled: Record) -> None:
     machine = TARGETS[target]
     plan = make_plan(lowered("w4a16", act="xielu")[1], machine)
     own = {label: kernel for label, kernel in plan.kernels.items() if "xielu" in label}
     assert len(own) == 1 and all("curve" in [a.name for a in kernel.arguments] for kernel in own.values())
-    assert all(compile_kernel(kernel, machine.capability).spill_bytes == 0 for kernel in own.values())
+    assert all(compiled(kernel, machine.capability).spill_bytes == 0 for kernel in own.values())
 
 
 def test_odd_inputs_interpreted() -> None:
@@ -342,8 +341,7 @@ def test_a_script_without_a_guard_compiles_in_several_processes(tmp_path: Path) 
     [(target, "qserve") for target in ("a100", "h200", "b200")]
     + [("h200", "mixllm"), ("h200", "mxfp4"), ("a100", "w4a4-g128"), ("h200", "w4a4-g128")],
 )
-def test_decode_kernels_compile_without_spills(target: str, recipe: str) -> None:
-    needs_triton()
+def test_decode_kernels_compile_without_spills(target: str, recipe: str, compiled: Record) -> None:
     machine = TARGETS[target]
     plan = make_plan(lowered(recipe)[1], machine)
     # Where rows are taken alone: the kernels for one, for most of those, and for a few more.
@@ -354,7 +352,7 @@ def test_decode_kernels_compile_without_spills(target: str, recipe: str) -> None
     labels = dict.fromkeys(first)
     matrix = set()
     for label in labels:
-        built = compile_kernel(plan.kernels[label], machine.capability)
+        built = compiled(plan.kernels[label], machine.capability)
         assert built.spill_bytes == 0 and built.shared_bytes <= machine.shared_bytes, label
         if "attention" in label or "gemm" in label:
             matrix.add(label.split("_")[0])
@@ -363,8 +361,7 @@ def test_decode_kernels_compile_without_spills(target: str, recipe: str) -> None
 
 
 @pytest.mark.parametrize("format", ["kv4", "kv8", "kv16", "kv_hier", "kv_hier4"])
-def test_attention_of_several_positions_compiles_without_spills(format: str) -> None:
-    needs_triton()
+def test_attention_of_several_positions_compiles_without_spills(format: str, compiled: Record) -> None:
     kv = GpuKV(format, 8, 128)
     base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv))
     base = tiles.decode_attention(base, SplitLimits(kv, TARGETS["h200"].multiprocessors))["coarse"]
@@ -372,7 +369,7 @@ def test_attention_of_several_positions_compiles_without_spills(format: str) -> 
     most = for_queries(base, 5)
     assert (most.rows, most.warps) == (24, 2)
     # By the Triton that it was measured with all fits; others hand out registers in their own way.
-    assert compile_kernel(most.kernel(90), 90).spill_bytes <= (0 if triton_version().startswith("3.6.") else 256)
+    assert compiled(most.kernel(90), 90).spill_bytes <= (0 if triton_version().startswith("3.6.") else 256)
 
 
 def test_rows_are_quantized_in_parts_where_the_kernel_before_stored_their_amax() -> None:
@@ -458,52 +455,18 @@ def _only_rounds(program: Program, call: Any) -> bool:
 
 
 @pytest.mark.parametrize("format", ["kv4", "kv_hier4"])
-def test_attention_sums_features_alike_in_all_programs(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_sums_features_alike_in_all_programs(format: str, compiled: Record) -> None:
     """Which threads sum what of queries of 128 features decides a row's last bits."""
-    needs_triton()
     shape = {"hidden": 128, "heads": 4, "kv_heads": 1, "head_dim": 128}
     plan = make_plan(lowered("bf16", passes={"cache.format": format}, **shape)[1], TARGETS["h200"])
     kernels = {label: kernel for label, kernel in plan.kernels.items() if label.startswith("attention")}
-    found = {label: _sizes_of_sums(_laid_out(kernel, monkeypatch)) for label, kernel in kernels.items()}
+    found = {label: set(compiled.find(sizes_of_sums, kernel, 90)) for label, kernel in kernels.items()}
     # Neighbours are added, and of two there is one order.
     assert len(found) >= 3 and all(sums <= {2} for sums in found.values()), found
     rows = "the B operands", "warp_specialize("  # there sums are of axes of 2 by themselves
     few = [sums for label, sums in found.items() if not any(part in kernels[label].source for part in rows)]
     assert len(few) < len(found) or format == "kv_hier4"
     assert all(2 in sums for sums in few) == (format == "kv4")
-
-
-def _laid_out(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A kernel for sm_90 as Triton has chosen its layouts; what follows takes a third of the time.
-
-    A pass over addresses of copies alone, which changes no layout of what is summed, takes half of the rest: left out.
-    """
-    from triton.backends.nvidia.compiler import CUDABackend, passes
-
-    class LaidOut(Exception):
-        pass
-
-    def make_llir(self: Any, module: Any, *rest: Any) -> None:
-        raise LaidOut(str(module))
-
-    monkeypatch.setattr(CUDABackend, "make_llir", make_llir)
-    monkeypatch.setattr(passes.ttgpuir, "add_coalesce_async_copy", lambda manager: None)
-    with pytest.raises(LaidOut) as found:
-        build(kernel, 90)
-    return str(found.value)
-
-
-def _sizes_of_sums(ttgir: str) -> set[int]:
-    """How many numbers each sum over features is of: Triton chose its layout, or made it of one that it chose."""
-    layouts = re.findall(r"^(#\w+) = #ttg\.(?:blocked|linear)<", ttgir, re.MULTILINE)
-    reduce = r'"tt\.reduce"\([^)]*\) <\{axis = (\d)[^}]*\}>.*?\}\) : \(tensor<([\dx]+)xf32, (#\w+)>'
-    sums = [
-        (int(axis), [int(size) for size in shape.split("x")])
-        for axis, shape, name in re.findall(reduce, ttgir, re.DOTALL)
-        if name in layouts
-    ]
-    # Those over tokens are of rows in two warps, eight lanes and what each has of them.
-    return {shape[axis] for axis, shape in sums if len(shape) < 4 and shape[:2] != [2, 8]}
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import pytest
 
 from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.gemm import tiles
-from qcompile.codegen.gpu.gemm.render import compile_for
+from qcompile.codegen.gpu.gemm.render import kernel
 from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.targets import TARGETS
-from tests.support.interpreted import needs_triton
+from tests.support.compiled import Record
 
 GPUS = {name: target for name, target in TARGETS.items() if target.kind == "cuda"}
 
@@ -65,15 +65,14 @@ def test_decode_attention_is_divided_by_multiprocessors() -> None:
 
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("format", ["bf16", "qoq_g128", "mix_4_8"])
-def test_kernels_for_many_rows_fit_shared_memory(format: str, target: str) -> None:
+def test_kernels_for_many_rows_fit_shared_memory(format: str, target: str, compiled: Record) -> None:
     """Those take the most of it. test_split_k.py checks the estimate for all formats, shapes and classes of M."""
-    needs_triton()
     gpu = GPUS[target]
     widths = {"width": 4000, "wide": 448} if format == "mix_4_8" else {}
     for rows in (64, tiles.LARGE_M):
         tile = tiles.choose_batch_invariant(format, 4096, 4096, rows, gpu)
         spec = KernelSpec(format, 4096, 4096, tile, multiprocessors=gpu.multiprocessors, **widths)  # type: ignore[arg-type]
-        assert compile_for(spec, gpu.capability).shared_bytes <= gpu.shared_bytes, tile
+        assert compiled(kernel(spec), gpu.capability).shared_bytes <= gpu.shared_bytes, tile
 
 
 @pytest.mark.parametrize("target", GPUS)
