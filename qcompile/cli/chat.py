@@ -62,7 +62,7 @@ def _chat_loop(llm: LLM, out: Path, params: SamplingParams, as_json: bool) -> No
         last = show(stream, quiet=as_json)
         conversation.answered(last.outputs[0].text)
         if as_json:
-            console.print_json_line(result_of(last))
+            console.print_json_line(result_of(last, llm.engine.speculation.active))
         else:
             print(flush=True)
 

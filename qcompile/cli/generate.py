@@ -44,7 +44,7 @@ def _run_prompt(llm: LLM, prompt: str, params: SamplingParams, as_json: bool) ->
     if not as_json:
         print(prompt, end="", flush=True)
     last = show(stream, quiet=as_json)
-    result = result_of(last)
+    result = result_of(last, llm.engine.speculation.active)
     if as_json:
         console.print_json(result)
         return
@@ -69,12 +69,17 @@ def show(stream: Iterator[RequestOutput], quiet: bool) -> RequestOutput:
     return last
 
 
-def result_of(output: RequestOutput) -> dict[str, Any]:
-    """What `run --json` prints. The first token belongs to prefill, so the decode speed is of the others."""
+def result_of(output: RequestOutput, drafts: bool) -> dict[str, Any]:
+    """What `run --json` prints. The first token belongs to prefill, so the decode speed is of the others.
+
+    drafts: whether the model drafts; if it ran no round, the rates are null.
+    """
+    from qcompile.runtime.outputs import SpeculationMetrics
+
     sample, metrics = output.outputs[0], output.metrics
     decoded = len(sample.token_ids) - 1
     timed = decoded > 0 and metrics.decode_seconds > 0
-    speculation = output.speculation
+    speculation = output.speculation or (SpeculationMetrics() if drafts else None)
     result: dict[str, Any] = {
         "text": sample.text,
         "token_ids": sample.token_ids,
@@ -85,6 +90,6 @@ def result_of(output: RequestOutput) -> dict[str, Any]:
         "decode_tokens_per_second": decoded / metrics.decode_seconds if timed else None,
     }
     if speculation:
-        names = ("acceptance_rate", "tokens_per_round", "gamma", "draft_seconds", "verify_seconds")
+        names = ("rounds", "acceptance_rate", "tokens_per_round", "gamma", "draft_seconds", "verify_seconds")
         result |= {name: getattr(speculation, name) for name in (*names, "accepted_per_position")}
     return result

@@ -10,7 +10,8 @@ import typer
 
 from qcompile import texts
 from qcompile.cli import console
-from qcompile.cli.options import Artifact, Json, Loading, Speeds, command
+from qcompile.cli.options import Artifact, DraftedLoading, Json, Loading, LoadTest, Speeds, changed, command
+from qcompile.errors import ResourceError, UsageError
 
 
 @command
@@ -44,33 +45,68 @@ def evaluate(
 
 @command
 def bench(
-    out: Artifact,
+    out: Annotated[str, typer.Argument(metavar="OUT|URL", help="Artifact directory, or with --serve a server's URL.")],
     speeds: Speeds,
-    loading: Loading,
+    load: LoadTest,
+    loading: DraftedLoading,
     json: Json = False,
-    jsonl: Annotated[bool, typer.Option("--jsonl", help='Print one line {"test", "tok_s"} per measurement.')] = False,
+    jsonl: Annotated[
+        bool, typer.Option("--jsonl", help='Print one line {"test", "tok_s"} per measurement, or per level.')
+    ] = False,
 ) -> None:
-    """Measure speed, and compare every kernel with the memory and compute limits of this machine.
+    """Measure speed, what drafts gain, and every kernel against the memory and compute limits of this machine.
+
+    With --serve, measure a server while many clients ask at once.
 
     \b
     Example:
       qcompile bench out/pycode --threads 2 --tg 64 --pp 128,512 --verify 1,2,4,8
+      qcompile bench --serve out/pycode --concurrency 1,4,16 --slo ttft=200ms,itl=50ms
+      qcompile bench --serve http://127.0.0.1:8000 --rate 1,2,4 --plot load.svg
     """
+    _check_kind(load, speeds, out)
+    if load.serve:
+        try:
+            from qcompile.cli.load_test import command as load_test
+        except ModuleNotFoundError as error:
+            raise ResourceError(f"--serve needs {error.name}: pip install 'qcompile[bench]'") from error
+        load_test.run(out, load, loading, json, jsonl)
+        return
     from qcompile.cli import bench as benchmark
+    from qcompile.cli import bench_drafts
 
     lengths = console.numbers("--pp", speeds.pp), console.numbers("--verify", speeds.verify)
     sizes = benchmark.Sizes(speeds.tg, *lengths, speeds.repeats)
-    with loading.load(out, gamma=0) as llm, console.Progress() as progress:
+    with loading.load(Path(out)) as llm, console.Progress() as progress:
         measured = benchmark.measure(llm, sizes, progress)
+        drafts = bench_drafts.measure(llm, load.prompts, sizes.tg, sizes.repeats, progress)
+        if drafts:
+            measured[f"drafted{sizes.tg}"] = drafts["drafted_tokens_per_second"]
         if jsonl:
             for test, speed in measured.items():
                 console.print_json_line({"test": test, "tok_s": speed})
             return
-        result = benchmark.report(llm, out, sizes, measured, progress)
+        result = benchmark.report(llm, Path(out), sizes, measured, progress)
+    if drafts:
+        result["drafts"] = drafts
     if json:
         console.print_json(result)
+        return
+    print(benchmark.as_text(result))
+    if drafts:
+        print(f"\n{bench_drafts.as_text(drafts)}")
+
+
+def _check_kind(load: LoadTest, speeds: Speeds, out: str) -> None:
+    """Raise UsageError for options of the other kind of measurement."""
+    if load.serve:
+        wrong, why = changed(speeds), "is not measured with --serve"
     else:
-        print(benchmark.as_text(result))
+        wrong, why = changed(load, "api_key", "prompts"), "needs --serve"
+        if "://" in out:
+            raise UsageError(f"{out} is a server's URL: measure it with --serve")
+    if wrong:
+        raise UsageError(f"--{wrong.replace('_', '-')} {why}")
 
 
 @command

@@ -102,6 +102,12 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
+def changed(options: Any, *but: str) -> str | None:
+    """The first field of a group that does not have its default, except for those in `but`; None if there is none."""
+    names = (field.name for field in fields(options) if getattr(options, field.name) != field.default)
+    return next((name for name in names if name not in but), None)
+
+
 # ---- compiling -----------------------------------------------------------------------------------------
 
 
@@ -412,3 +418,73 @@ class Speeds:
     repeats: Annotated[
         int, typer.Option("--repeats", min=1, metavar="N", help="Repetitions; medians are reported.")
     ] = 5
+
+
+@dataclass(frozen=True)
+class LoadTest:
+    """`bench --serve`: what to ask a server, and how often."""
+
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Measure a server under load: OUT may be the URL of one that runs."),
+    ] = False
+    concurrency: Annotated[
+        str | None,
+        typer.Option("--concurrency", metavar="N,N", help="Clients that each wait for their answer. Default: 1,4,16."),
+    ] = None
+    rate: Annotated[
+        str,
+        typer.Option("--rate", metavar="X,X", help="Requests per second, at random times (a Poisson process)."),
+    ] = ""
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, metavar="S", help="How long each level sends requests.")
+    ] = 20.0
+    requests: Annotated[
+        int | None, typer.Option("--requests", min=1, metavar="N", help="Most requests of a level.")
+    ] = None
+    input_tokens: Annotated[
+        str,
+        typer.Option(
+            "--input-tokens", metavar="N|MEAN:DEV", help="Tokens of a prompt: fixed, or normally distributed."
+        ),
+    ] = "128"
+    output_tokens: Annotated[
+        str,
+        typer.Option("--output-tokens", metavar="N|MEAN:DEV", help="Tokens of an answer, likewise."),
+    ] = "64"
+    shared_prefix: Annotated[
+        int, typer.Option("--shared-prefix", min=0, metavar="N", help="Tokens with which every prompt begins.")
+    ] = 0
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts", metavar="FILE", help='JSON lines with a "prompt", "text" or "messages", maybe "max_tokens".'
+        ),
+    ] = None
+    chat: Annotated[bool, typer.Option("--chat", help="Ask /v1/chat/completions instead of /v1/completions.")] = False
+    slo: Annotated[
+        str,
+        typer.Option("--slo", metavar="NAME=TIME,..", help="Limits for goodput, as ttft=200ms,itl=50ms,e2e=10s."),
+    ] = ""
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            "--warmup",
+            min=0,
+            metavar="N",
+            help="Requests before each level that do not count. Default: one per client, 2 for a rate.",
+        ),
+    ] = None
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, metavar="S", help="Longest time for an answer.")] = (
+        600.0
+    )
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Model to ask, if the server at the URL has several.")
+    ] = None
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="QCOMPILE_API_KEY", help="API key of the server at the URL.")
+    ] = None
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the result: FILE ends in .svg, .png or .pdf.")
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of prompts, lengths and arrivals.")] = 0

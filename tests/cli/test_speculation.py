@@ -49,6 +49,20 @@ def test_from_build_to_run(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest
     plain, drafted, auto = (json_of(*run, "--gamma", gamma) for gamma in (0, 3, "auto"))
     assert plain["token_ids"] == drafted["token_ids"] == auto["token_ids"]
     assert not FIELDS & plain.keys() and drafted.keys() >= FIELDS and drafted["gamma"] <= 3
+    first = json_of("run", out, "--prompt", "def main(", "--max-tokens", 1, "--gamma", 3)
+    assert first["rounds"] == 0 and first["acceptance_rate"] is None and first["accepted_per_position"] == []
+    prompts.write_text('{"prompt": "def main("}\n{"prompt": [5, 6]}\n')
+    sizes = ("--tg", 16, "--pp", 4, "--repeats", 1, "--threads", 1, "--prompts", prompts)
+    found = json_of("bench", out, *sizes, "--gamma", 2)
+    assert found["drafts"]["tokens"] == 2 * 16 and found["drafts"]["rounds"] > 0 and found["drafts"]["gamma"] == 2
+    speeds = found["drafts"]["drafted_tokens_per_second"], found["drafts"]["plain_tokens_per_second"]
+    assert found["drafts"]["gain"] == speeds[0] / speeds[1] and found["tests"]["drafted16"] == speeds[0]
+    assert 0 < found["drafts"]["acceptance_rate"] <= 1 <= found["drafts"]["tokens_per_round"] <= 3
+    assert "drafts" not in json_of("bench", out, *sizes, "--gamma", 0)
+    assert code_of("bench", out, *sizes) == 0
+    assert "drafts (gamma auto): " in capsys.readouterr().out
+    prompts.write_text('{"messages": [{}]}\n')
+    assert code_of("bench", out, *sizes) == 2 and "they are for --serve" in capsys.readouterr().err
     assert code_of(*run, "--gamma", "3") == 0
     assert "tokens a round" in capsys.readouterr().err
     assert code_of("inspect", out) == 0

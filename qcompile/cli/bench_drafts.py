@@ -1,0 +1,110 @@
+"""What the drafts of an artifact gain: speed with and without them on the same prompts, and how many are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qcompile import sample_text
+from qcompile.cli.load_test.workload import read_prompts
+from qcompile.errors import UsageError
+from qcompile.runtime.options import AUTO
+
+if TYPE_CHECKING:
+    from qcompile.runtime.llm import LLM
+    from qcompile.runtime.outputs import RequestOutput
+
+Progress = Callable[[str, int, int], None]
+
+_PROMPTS, _PROMPT_TOKENS = 8, 64
+
+
+def measure(llm: LLM, data: Path | None, tokens: int, repeats: int, progress: Progress) -> dict[str, Any] | None:
+    """Speed with and without drafts, of `tokens` tokens after each of a few prompts; None if the model does not draft.
+
+    The prompts are those of the file `data`, without it the starts of documents of the package's text. They run one at
+    a time. The runs are greedy, so that both give the same tokens, and alternate, so that a slow moment of the machine
+    falls on both. Raises UsageError for a file without prompts.
+    """
+    speculation = llm.engine.speculation
+    if not speculation.active:
+        return None
+    gamma = speculation.gamma
+    prompts = _prompts(llm, data, tokens)
+    runs: dict[int | str, list[RequestOutput]] = {0: [], gamma: []}
+    try:
+        for done in range(repeats + 1):
+            for each, outputs in runs.items():
+                speculation.gamma = each  # type: ignore[assignment]  # a number or AUTO
+                found = [_generate(llm, prompt, tokens) for prompt in prompts]
+                if done:  # the first time warms up, and `auto` learns the costs
+                    outputs += found
+            progress("measuring drafts", done + 1, repeats + 1)
+    finally:
+        speculation.gamma = gamma
+    return _figures(gamma, len(prompts), runs[0], runs[gamma])
+
+
+def _prompts(llm: LLM, data: Path | None, tokens: int) -> list[list[int]]:
+    """Prompts as tokens, as far as they leave room for `tokens` tokens more."""
+    room = max(1, llm.context - tokens - 1)
+    if data is None:
+        most = min(_PROMPT_TOKENS, room)
+        return [llm.encode(text, cut=True)[:most] for text in sample_text.documents()[:_PROMPTS]]
+    asked = read_prompts(data)
+    if any(query.given for query in asked):
+        raise UsageError(f'{data} has "messages": they are for --serve, give lines with a "prompt" or a "text"')
+    return [llm.encode(query.prompt, cut=True)[-room:] for query in asked]
+
+
+def _generate(llm: LLM, prompt: list[int], tokens: int) -> RequestOutput:
+    """One greedy output of so many tokens."""
+    return llm.generate([prompt], temperature=0, max_tokens=tokens, ignore_eos=True)[0]
+
+
+def _figures(
+    gamma: int | str, prompts: int, plain: Sequence[RequestOutput], drafted: Sequence[RequestOutput]
+) -> dict[str, Any]:
+    """What `bench --json` reports as `drafts`. The first token of each output belongs to its prompt."""
+    from qcompile.runtime.outputs import SpeculationMetrics
+
+    total = SpeculationMetrics()
+    for output in drafted:
+        if (one := output.speculation) is not None:
+            total.rounds += one.rounds
+            total.drafted = [a + b for a, b in zip(total.drafted, one.drafted, strict=True)]
+            total.accepted = [a + b for a, b in zip(total.accepted, one.accepted, strict=True)]
+    speeds = [_speed(plain), _speed(drafted)]
+    return {
+        "gamma": "auto" if gamma == AUTO else gamma,
+        "prompts": prompts,
+        "tokens": sum(len(output.outputs[0].token_ids) for output in drafted),
+        "plain_tokens_per_second": speeds[0],
+        "drafted_tokens_per_second": speeds[1],
+        "gain": speeds[1] / speeds[0],
+        "rounds": total.rounds,
+        "acceptance_rate": total.acceptance_rate,
+        "tokens_per_round": total.tokens_per_round,
+        "accepted_per_position": total.accepted_per_position,
+    }
+
+
+def _speed(outputs: Sequence[RequestOutput]) -> float:
+    """Tokens per second after the first tokens."""
+    tokens = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
+    return tokens / max(sum(output.metrics.decode_seconds for output in outputs), 1e-9)
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The figures in two lines."""
+    plain, drafted = found["plain_tokens_per_second"], found["drafted_tokens_per_second"]
+    speeds = f"{drafted:.1f} tokens/s with drafts, {plain:.1f} without: {found['gain']:.2f} times"
+    if found["acceptance_rate"] is None:
+        return f"drafts (gamma {found['gamma']}): {speeds}; nothing was drafted, as plain steps are faster"
+    places = ", ".join(f"{share:.2f}" for share in found["accepted_per_position"])
+    return (
+        f"drafts (gamma {found['gamma']}): {speeds}\n"
+        f"accepted {found['acceptance_rate']:.3f} of them (by position {places}), "
+        f"{found['tokens_per_round']:.2f} tokens a round"
+    )
