@@ -544,8 +544,8 @@ MUTATIONS = (
     Mutation(
         "other models that draft are not calibrated",
         "qcompile/drafts.py",
-        "self.calibration(options.calib, target.calibration), options.kept)",
-        "None, options.kept)",
+        "self.calibration(options.calib, target.calibration), kept=options.kept)",
+        "None, kept=options.kept)",
         "tests/runtime/speculation/test_speculation.py -k calibrated",
     ),
     Mutation(
