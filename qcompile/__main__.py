@@ -8,11 +8,31 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import typer
+
+
+COMMANDS: dict[str, str | dict[str, str]] = {
+    "build": "build.build",
+    "passes": "build.passes",
+    "run": "generate.run",
+    "chat": "chat.chat",
+    "serve": "serve.serve",
+    "eval": "measure.evaluate",
+    "bench": "measure.bench",
+    "tune": "measure.tune",
+    "inspect": "artifacts.inspect",
+    "verify": "artifacts.verify",
+    "export": "artifacts.export",
+    "doctor": "doctor.doctor",
+    "cache": {"list": "cache.list_", "remove": "cache.remove", "path": "cache.path"},
+}
+"""The function of each command, as module and name, in the order of the help text; a group has commands of its own."""
+ABOUT_GROUPS = {"cache": "Show and prune what commands have built from models."}
 
 
 def entry() -> NoReturn:
@@ -32,30 +52,33 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     from qcompile.cli.exits import guarded
 
-    commands = app()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `qcompile inspect OUT | head` is no error
     given = list(sys.argv[1:] if arguments is None else arguments)
+    commands = app(next((word for word in given if not word.startswith("-")), None))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `qcompile inspect OUT | head` is no error
     sys.exit(guarded(lambda given: commands(args=given, prog_name="qcompile", standalone_mode=False), given))
 
 
-def app() -> typer.Typer:
-    """The subcommands and their options."""
-    from qcompile.cli import artifacts, build, chat, doctor, generate, measure, options, serve
+def app(only: str | None = None) -> typer.Typer:
+    """The subcommands and their options; just the one named `only`, if there is such, without importing the others."""
+    from qcompile.cli import options
 
     app = options.root()
-    app.command()(build.build)
-    app.command()(build.passes)
-    app.command()(generate.run)
-    app.command()(chat.chat)
-    app.command()(serve.serve)
-    app.command("eval")(measure.evaluate)
-    app.command()(measure.bench)
-    app.command()(measure.tune)
-    app.command()(artifacts.inspect)
-    app.command()(artifacts.verify)
-    app.command()(artifacts.export)
-    app.command()(doctor.doctor)
+    for name, places in {only: COMMANDS[only]}.items() if only in COMMANDS else COMMANDS.items():
+        if isinstance(places, str):
+            app.command(name)(_function(places))
+            continue
+        group = options.group(ABOUT_GROUPS[name])
+        for inner, place in places.items():
+            group.command(inner)(_function(place))
+        app.add_typer(group, name=name)
     return app
+
+
+def _function(place: str) -> Callable[..., None]:
+    """The function of a command, by its module in the command line's package and its name."""
+    module, _, function = place.partition(".")
+    found: Callable[..., None] = getattr(import_module(f"qcompile.cli.{module}"), function)
+    return found
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ A message is one line that names what is wrong and says what to do about it.
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 
 EXIT_OK = 0
 EXIT_BUG = 1
@@ -85,3 +87,9 @@ def shown(value: object) -> str:
         return reprlib.repr(value)
     except ValueError:  # Python does not convert integers of more than 4,300 digits
         return "a number of thousands of digits"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)` with the known name that is most like a wrong `name`; empty if none is like it."""
+    near = difflib.get_close_matches(name, [other for other in known if other != name], 1)
+    return f" (did you mean {near[0]}?)" if near else ""

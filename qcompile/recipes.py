@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from qcompile.errors import UsageError, shown
+from qcompile.errors import UsageError, shown, suggestion
 
 Settings = dict[str, dict[str, object]]
 """Field values by pass name and field name."""
@@ -66,7 +66,7 @@ class Recipe:
         """The settings of this recipe, by pass; `head_dtype` overrides its head (UsageError if unknown)."""
         head = head_dtype or self.head
         if head not in HEADS:
-            raise UsageError(f"head dtype {head} is unknown; there are {', '.join(HEADS)}")
+            raise UsageError(f"head dtype {head} is unknown; there are {', '.join(HEADS)}{suggestion(head, HEADS)}")
         head_weight, head_activation = HEADS[head]
         precision: dict[str, object] = {
             "weight": self.weight,
@@ -237,7 +237,7 @@ DRAFT_RECIPE = "mxfp4"
 def get_recipe(name: str) -> Recipe:
     """The recipe `name`. Raises UsageError listing the known recipes."""
     if name not in RECIPES:
-        raise UsageError(f"recipe {name} is unknown; there are {', '.join(RECIPES)}")
+        raise UsageError(f"recipe {name} is unknown; there are {', '.join(RECIPES)}{suggestion(name, RECIPES)}")
     return RECIPES[name]
 
 
@@ -296,13 +296,17 @@ def _targets_of(option: str, fields: Mapping[str, Mapping[str, object]]) -> list
         matches = [(name, option) for name, keys in fields.items() if option in keys]
         if not matches:
             known = ", ".join(f"{name}.{key}" for name, keys in fields.items() for key in keys)
-            raise UsageError(f"option {option} is a field of no pass; there are {known}")
+            hint = suggestion(option, [key for keys in fields.values() for key in keys])
+            raise UsageError(f"option {option} is a field of no pass; there are {known}{hint}")
         return matches
     if pass_name not in fields:
-        raise UsageError(f"option {option}: pass {pass_name} is unknown; there are {', '.join(fields)}")
+        hint = suggestion(pass_name, fields)
+        raise UsageError(f"option {option}: pass {pass_name} is unknown; there are {', '.join(fields)}{hint}")
     if field not in fields[pass_name]:
         own = f"; there are {', '.join(fields[pass_name])}" if fields[pass_name] else ", nor any other"
-        raise UsageError(f"option {option}: pass {pass_name} has no field {field}{own}")
+        raise UsageError(
+            f"option {option}: pass {pass_name} has no field {field}{own}{suggestion(field, fields[pass_name])}"
+        )
     return [(pass_name, field)]
 
 

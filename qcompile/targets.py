@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from qcompile.errors import UsageError
+from qcompile.errors import UsageError, suggestion
 
 
 def has_pdl(capability: int) -> bool:
@@ -150,5 +150,7 @@ def get_target(name: str) -> Target:
         best = next(level for level in _LEVELS if not missing_flags(level.requires))
         return replace(best, name="cpu")
     if name not in TARGETS:
-        raise UsageError(f"target {name} is unknown; there are {', '.join(TARGET_NAMES)}")
+        raise UsageError(
+            f"target {name} is unknown; there are {', '.join(TARGET_NAMES)}{suggestion(name, TARGET_NAMES)}"
+        )
     return TARGETS[name]

@@ -55,7 +55,7 @@ def test_arguments_without_a_meaning(given: Any, message: str, tiny_checkpoint: 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("recpe", r"^build\(\) got an unexpected keyword argument 'recpe'; did you mean recipe\?$"),
+        ("recpe", r"^build\(\) got an unexpected keyword argument 'recpe' \(did you mean recipe\?\)$"),
         ("example_input", "did you mean example_inputs"),
         ("source", r"unexpected keyword argument 'source'$"),
         ("zzz", r"^build\(\) got an unexpected keyword argument 'zzz'$"),

@@ -5,7 +5,6 @@ Weights are not read here: the graph names them, and its store knows how to load
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from qcompile.checkpoints.loaders import module_loaders, program_loaders
 from qcompile.checkpoints.modules import export_module, require_positions, require_range
 from qcompile.checkpoints.programs import WRAPPER, count_parameters, import_program, vocabulary
 from qcompile.checkpoints.tracing import EXAMPLE_TOKENS, hurried
-from qcompile.errors import UsageError
+from qcompile.errors import UsageError, suggestion
 from qcompile.graph import Graph, ModelInfo
 
 
@@ -77,6 +76,5 @@ def check_arguments(caller: Callable[..., Any], source: Mapping[str, Any]) -> No
     for name in source:
         if name not in _ARGUMENTS:
             known = [*inspect.signature(caller).parameters, *_ARGUMENTS]
-            near = difflib.get_close_matches(name, [other for other in known if other != name], 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = suggestion(name, known)
             raise TypeError(f"{caller.__name__}() got an unexpected keyword argument {name!r}{hint}")

@@ -9,6 +9,11 @@ from qcompile.errors import UsageError
 HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "chat_template.jinja"]
 
 
+def is_name(model: str) -> bool:
+    """Whether `model`, which is no directory, may be a name on the hub: `organization/model`."""
+    return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not Path(model).exists()
+
+
 def find(model: str | Path, allow_remote: bool = False) -> Path:
     """The local directory of `model`: itself if it is one, else fetched from the hub (safetensors only)."""
     if not str(model):
@@ -16,7 +21,7 @@ def find(model: str | Path, allow_remote: bool = False) -> Path:
     path = Path(model)
     if path.is_dir():
         return path
-    if path.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+    if not is_name(str(model)):
         raise UsageError(f"{model} is not a checkpoint directory")
     from huggingface_hub import snapshot_download
 

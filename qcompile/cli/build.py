@@ -21,7 +21,7 @@ from qcompile.cli.options import (
     Remote,
     command,
 )
-from qcompile.errors import UsageError
+from qcompile.errors import UsageError, suggestion
 
 if TYPE_CHECKING:
     from qcompile.passes.base import PassRecord
@@ -84,7 +84,8 @@ def _build(
 
     known = [kind.name for kind in PASSES]
     if inspection.explain is not None and inspection.explain not in known:
-        raise UsageError(f"--explain {inspection.explain}: there is no such pass; there are {', '.join(known)}")
+        hint = suggestion(inspection.explain, known)
+        raise UsageError(f"--explain {inspection.explain}: there is no such pass; there are {', '.join(known)}{hint}")
     given = calibration.calib
     return pipeline.build(
         model,

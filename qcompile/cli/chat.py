@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qcompile.cli import console
-from qcompile.cli.generate import result_of, show
-from qcompile.cli.options import Artifact, ChatSampling, DraftedLoading, command
+from qcompile.cli.models import opened
+from qcompile.cli.options import Building, ChatSampling, DraftedLoading, Source, command
+from qcompile.cli.replies import result_of, show
 from qcompile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
 @command
 def chat(
-    out: Artifact,
+    out: Source,
     sampling: ChatSampling,
+    building: Building,
     loading: DraftedLoading,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per reply instead of text.")] = False,
 ) -> None:
@@ -32,11 +34,12 @@ def chat(
 
     \b
     Example:
+      qcompile chat samples/pycode-26m
       qcompile chat out/pycode
     """
     params = sampling.params()
-    with loading.load(out) as llm:
-        _chat_loop(llm, out, params, json)
+    with opened(out, building, loading) as (llm, artifact):
+        _chat_loop(llm, artifact.path, params, json)
 
 
 def _chat_loop(llm: LLM, out: Path, params: SamplingParams, as_json: bool) -> None:

@@ -22,6 +22,10 @@ LINE_SECONDS = 5.0
 """How often progress is printed where stderr is not a terminal."""
 
 
+QUIET, NORMAL, VERBOSE = -1, 0, 1
+verbosity = NORMAL
+"""How much is printed on stderr: QUIET is errors only."""
+
 interrupts: list[int] = []
 """Signals that must end the command. They are kept because the KeyboardInterrupt of a signal may be swallowed, by a
 module that is being imported or by a destructor."""
@@ -73,6 +77,12 @@ def log(text: str) -> None:
     """Print one line on stderr. Errors of stderr are ignored: messages must not change how a command ends."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def note(text: str) -> None:
+    """Print one line on stderr that says what the command does, unless it shall be quiet."""
+    if verbosity >= NORMAL:
+        log(text)
 
 
 def print_json(value: Any) -> None:

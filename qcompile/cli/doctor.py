@@ -16,8 +16,6 @@ from qcompile import targets
 from qcompile.cli import console
 from qcompile.cli.options import Compilation, Json, Model, Remote, command
 from qcompile.errors import PassError, UnsupportedError
-from qcompile.runtime.options import STEP_TOKENS
-from qcompile.runtime.step import pages_for
 
 if TYPE_CHECKING:
     from qcompile.pipeline import CompilationPlan
@@ -140,6 +138,8 @@ def _facts(plan: CompilationPlan, kind: str) -> dict[str, Any]:
     """The contents and costs of `plan` for a kind of device: names and whole numbers."""
     from qcompile.artifact.describe import MAX_STEP_TOKENS
     from qcompile.report import bits
+    from qcompile.runtime.options import STEP_TOKENS
+    from qcompile.runtime.step import pages_for
 
     program, info = plan.program, plan.graphs[-1].info
     pages = pages_for(info.max_position, program.kv.page_tokens, program.kv.ring_tokens)

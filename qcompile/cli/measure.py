@@ -10,14 +10,27 @@ import typer
 
 from qcompile import texts
 from qcompile.cli import console
-from qcompile.cli.options import Artifact, DraftedLoading, Json, Loading, LoadTest, Speeds, changed, command
+from qcompile.cli.models import artifact_of, opened
+from qcompile.cli.options import (
+    Artifact,
+    Building,
+    DraftedLoading,
+    Json,
+    Loading,
+    LoadTest,
+    Source,
+    Speeds,
+    changed,
+    command,
+)
 from qcompile.errors import ResourceError, UsageError
 
 
 @command
 def evaluate(
-    out: Artifact,
+    out: Source,
     data: Annotated[Path, typer.Option("--data", metavar="FILE", help='JSON lines with a "text" field.')],
+    building: Building,
     loading: Loading,
     max_windows: Annotated[
         int | None, typer.Option("--max-windows", min=1, metavar="N", help="Stop after N windows.")
@@ -34,7 +47,7 @@ def evaluate(
       qcompile eval out/pycode --data heldout.jsonl --json
     """
     texts.check(data)
-    with loading.load(out, gamma=0) as llm, console.Progress() as progress:
+    with opened(out, building, loading, gamma=0) as (llm, _), console.Progress() as progress:
         result = llm.perplexity(data, window, lambda done, total: progress("windows", done, total), max_windows)
     if json:
         console.print_json(asdict(result))
@@ -45,9 +58,12 @@ def evaluate(
 
 @command
 def bench(
-    out: Annotated[str, typer.Argument(metavar="OUT|URL", help="Artifact directory, or with --serve a server's URL.")],
+    out: Annotated[
+        str, typer.Argument(metavar="MODEL|OUT|URL", help="Model or artifact, or with --serve a server's URL.")
+    ],
     speeds: Speeds,
     load: LoadTest,
+    building: Building,
     loading: DraftedLoading,
     json: Json = False,
     jsonl: Annotated[
@@ -70,6 +86,12 @@ def bench(
             from qcompile.cli.load_test import command as load_test
         except ModuleNotFoundError as error:
             raise ResourceError(f"--serve needs {error.name}: pip install 'qcompile[bench]'") from error
+        load_test.plan(load)  # refuses wrong options before anything is built
+        if load_test.is_url(out):
+            if unused := building.given():
+                raise UsageError(f"{unused[0]} is for models: a server that runs has its own")
+        else:
+            out = str(artifact_of(out, building).path)
         load_test.run(out, load, loading, json, jsonl)
         return
     from qcompile.cli import bench as benchmark
@@ -77,7 +99,7 @@ def bench(
 
     lengths = console.numbers("--pp", speeds.pp), console.numbers("--verify", speeds.verify)
     sizes = benchmark.Sizes(speeds.tg, *lengths, speeds.repeats)
-    with loading.load(Path(out)) as llm, console.Progress() as progress:
+    with opened(out, building, loading) as (llm, artifact), console.Progress() as progress:
         measured = benchmark.measure(llm, sizes, progress)
         drafts = bench_drafts.measure(llm, load.prompts, sizes.tg, sizes.repeats, progress)
         if drafts:
@@ -86,7 +108,7 @@ def bench(
             for test, speed in measured.items():
                 console.print_json_line({"test": test, "tok_s": speed})
             return
-        result = benchmark.report(llm, Path(out), sizes, measured, progress)
+        result = benchmark.report(llm, artifact.path, sizes, measured, progress)
     if drafts:
         result["drafts"] = drafts
     if json:

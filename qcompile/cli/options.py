@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from qcompile.runtime.sampling.params import SamplingParams
 
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="Artifact directory written by `qcompile build`.")]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|OUT",
+        help="Checkpoint directory, name on the model hub, or artifact directory. A model is built when first used.",
+    ),
+]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a name on the model hub.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Remote = Annotated[bool, typer.Option("--allow-remote-code", help="Allow Python code of the checkpoint to run.")]
@@ -48,15 +55,20 @@ def _print_version(wanted: bool) -> None:
 
 def root() -> typer.Typer:
     """The command without its subcommands: the options that come before a subcommand."""
-    app = typer.Typer(
-        help="Compile PyTorch decoder language models to quantized kernels, and run them.",
+    app = group("Compile PyTorch decoder language models to quantized kernels, and run them.")
+    app.callback()(_before_subcommand)
+    return app
+
+
+def group(about: str) -> typer.Typer:
+    """A command that has subcommands."""
+    return typer.Typer(
+        help=about,
         rich_markup_mode=None,
         add_completion=False,
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_before_subcommand)
-    return app
 
 
 def _before_subcommand(
@@ -137,6 +149,30 @@ class DraftedCompilation(Compilation):
             "--lora", metavar="DIR[=FACTOR]", help="LoRA adapter (PEFT) to merge into the weights; repeatable."
         ),
     ] = None
+
+
+@dataclass(frozen=True)
+class Building:
+    """How to build a model that is given in place of an artifact; None and "auto" are what fits this machine."""
+
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", metavar="NAME", help="Number formats of a model. Default: what fits this machine."),
+    ] = None
+    target: Annotated[
+        str | None, typer.Option("--target", metavar="NAME", help="Target to build a model for. Default: this machine.")
+    ] = None
+    device: Annotated[
+        str, typer.Option("--device", metavar="auto|cpu|gpu", help="Where a model shall run; auto: a GPU if it can.")
+    ] = "auto"
+    options: PassFields = None
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build a model although the cache has it.")] = False
+    allow_remote_code: Remote = False
+
+    def given(self) -> list[str]:
+        """The options that are not at their defaults, as they are written."""
+        changed = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        return [f"--{'set' if name == 'options' else name.replace('_', '-')}" for name in sorted(changed)]
 
 
 @dataclass(frozen=True)

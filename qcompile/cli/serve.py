@@ -7,17 +7,26 @@ import signal
 from typing import Any
 
 from qcompile.cli import console
-from qcompile.cli.options import Artifact, Json, Logging, ServedLoading, Serving, command
+from qcompile.cli.models import opened
+from qcompile.cli.options import Building, Json, Logging, ServedLoading, Serving, Source, command
 from qcompile.errors import ResourceError, UsageError
 
 
 @command
-def serve(out: Artifact, serving: Serving, logging: Logging, loading: ServedLoading, json: Json = False) -> None:
+def serve(
+    out: Source,
+    serving: Serving,
+    logging: Logging,
+    building: Building,
+    loading: ServedLoading,
+    json: Json = False,
+) -> None:
     """Serve an OpenAI-compatible HTTP API: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health,
     /metrics and others.
 
     \b
     Example:
+      qcompile serve samples/pycode-26m
       qcompile serve out/pycode --port 8000
       curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def main("}'
     """
@@ -27,14 +36,15 @@ def serve(out: Artifact, serving: Serving, logging: Logging, loading: ServedLoad
         raise ResourceError(f"serving needs {error.name}: pip install 'qcompile[serve]'") from error
     from qcompile.runtime.chat import chat_template
 
-    key = serving.api_key
-    if (os.environ.get("QCOMPILE_API_KEY") if key is None else key) == "":  # typer drops an empty variable
-        raise UsageError("the API key is empty: give one, or unset --api-key and QCOMPILE_API_KEY to let everybody in")
+    key = _api_key(serving)
     logs.configure(logging.level, logging.form)
     say = logs.tell if logging.form == "json" else lambda text: console.log(f"qcompile: {text}")
     max_batch = serving.max_batch
-    with app.bind(serving.host, serving.port) as listening, loading.load(out, max_batch=max_batch) as llm:
-        name, url = serving.name or out.resolve().name, _url(listening.getsockname())
+    with (  # a port that is taken is refused before anything is built
+        app.bind(serving.host, serving.port) as listening,
+        opened(out, building, loading, max_batch=max_batch) as (llm, artifact),
+    ):
+        name, url = serving.name or artifact.name, _url(listening.getsockname())
 
         def ready() -> None:
             console.heed_interrupts()
@@ -46,7 +56,7 @@ def serve(out: Artifact, serving: Serving, logging: Logging, loading: ServedLoad
             say(f"{name} answers at {url} (Ctrl-C ends)")
 
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
-        template = chat_template(out, llm.manifest["files"])
+        template = chat_template(artifact.path, llm.manifest["files"])
         served = app.Served(
             llm,
             name,
@@ -62,6 +72,14 @@ def serve(out: Artifact, serving: Serving, logging: Logging, loading: ServedLoad
             ),
         )
         app.serve(served, listening, ready)
+
+
+def _api_key(serving: Serving) -> str | None:
+    """The key that clients must send. Raises UsageError if it is empty."""
+    key = serving.api_key
+    if (os.environ.get("QCOMPILE_API_KEY") if key is None else key) == "":  # typer drops an empty variable
+        raise UsageError("the API key is empty: give one, or unset --api-key and QCOMPILE_API_KEY to let everybody in")
+    return key
 
 
 def _url(address: Any) -> str:

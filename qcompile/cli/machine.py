@@ -1,0 +1,149 @@
+"""This machine, and the target and recipe that fit it: what a model is built for when the user does not say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qcompile import targets
+from qcompile.cli.console import byte_size, counted
+from qcompile.errors import ResourceError, UsageError
+
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")
+DEVICES = ("auto", "cpu", "gpu")
+_QUICK_BYTES_PER_CORE = 1 << 29
+"""Weights that a core reads several times in a second, so that text comes faster than one reads it."""
+_SHARE = 2
+"""Weights take at most half of the memory; the rest is for the cache, and for other programs."""
+_KEEPING = {"mxfp4": "mxfp4", "awq": "w4a8", "gptq": "w4a8"}
+"""The recipe that keeps the numbers of a checkpoint that is quantized already, by its `quant_method`."""
+_KEEPING_PACKED = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "pack-quantized": "w4a8", "int-quantized": "w8a8"}
+"""The same, by the format of compressed-tensors."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Cores that this process may use, the CPU level, and bytes of memory.
+
+    `gpu` is the GPU's name, `gpu_target` the target that it runs ("" if there is none), `gpu_memory` its bytes. All are
+    the same for each command, in contrast to what other programs leave free: so a command finds what another built.
+    """
+
+    cores: int
+    level: targets.Target
+    memory: int
+    gpu: str = ""
+    gpu_target: str = ""
+    gpu_memory: int = 0
+
+    def text(self) -> str:
+        """`2 cores (AVX2), 7.7 GiB, no GPU`."""
+        gpu = f"{self.gpu} ({byte_size(self.gpu_memory)})" if self.gpu else "no GPU"
+        return f"{counted(self.cores, 'core')} ({self.level.description}), {byte_size(self.memory)}, {gpu}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A target and a recipe, and why the recipe."""
+
+    target: str
+    recipe: str
+    reason: str
+
+
+def this_machine(device: str) -> Machine:
+    """This machine. A GPU is looked for unless `device` is `cpu`. ResourceError if it is `gpu` and none can be used."""
+    cpu = len(os.sched_getaffinity(0)), targets.get_target("cpu"), _memory()
+    if device == "cpu":
+        return Machine(*cpu)
+    try:
+        return Machine(*cpu, *_gpu())
+    except ResourceError:
+        if device == "gpu":
+            raise
+        return Machine(*cpu)
+
+
+def fit(machine: Machine, directory: Path) -> Fit:
+    """The target and the recipe for the checkpoint in `directory`."""
+    target = machine.gpu_target or "cpu"
+    if kept := _keeping(directory):
+        return Fit(target, kept, "it keeps the numbers of a checkpoint that is quantized already")
+    weights = _weights(directory)
+    memory = (machine.gpu_memory if machine.gpu else machine.memory) // _SHARE
+    quick = memory if machine.gpu else machine.cores * _QUICK_BYTES_PER_CORE
+    size = byte_size(weights)
+    if weights > memory:
+        return Fit(target, "w4a8", f"8-bit weights, {size}, would take more than half of the memory")
+    if weights > quick:
+        return Fit(target, "w4a8", f"8-bit weights, {size}, are many for {counted(machine.cores, 'core')}")
+    return Fit(target, "w8a8", f"8-bit weights lose least of what is quantized, and {size} of them fit well")
+
+
+def _memory() -> int:
+    """Bytes of memory: this machine's, or what its container may use."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(installed, int(_CONTAINER.read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no limit
+        return installed
+
+
+def _gpu() -> tuple[str, str, int]:
+    """The GPU's name, target and bytes of memory. Raises ResourceError if there is none that can be compiled for."""
+    from qcompile.runtime.cuda.driver import driver
+
+    found = driver()
+    alike = [one for one in targets.TARGETS.values() if one.kind == "cuda" and one.capability == found.capability]
+    if not alike:
+        raise ResourceError(f"there is no target for {found.name} (compute capability {found.capability / 10})")
+    if importlib.util.find_spec("triton") is None:
+        raise ResourceError("kernels of GPUs are compiled by Triton: pip install 'qcompile[gpu]'")
+    named = [one for one in alike if one.name in found.name.lower()]
+    return found.name, (named or alike)[0].name, found.memory()[1]
+
+
+def _keeping(directory: Path) -> str | None:
+    """The recipe that keeps the checkpoint's own quantized numbers, if it has such numbers and there is one."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+        stored: Any = config.get("quantization_config") or config.get("compression_config") or {}
+        method, packing = str(stored.get("quant_method")), str(stored.get("format"))
+        bits = stored.get("bits", 4)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None  # the build reports what is wrong with it
+    if method == "compressed-tensors":
+        return next((recipe for start, recipe in _KEEPING_PACKED.items() if packing.startswith(start)), None)
+    return _KEEPING.get(method) if bits == 4 else None
+
+
+def _weights(directory: Path) -> int:
+    """The number of weights of the checkpoint, which is also their bytes in 8 bits. UsageError if there are none."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{directory} has no *.safetensors: give a checkpoint with weights")
+    return sum(_elements(file) for file in files)
+
+
+def _elements(file: Path) -> int:
+    """The number of elements of all tensors in a safetensors file; 0 if it is damaged, which the build reports."""
+    try:
+        with open(file, "rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(min(length, 1 << 27)))
+        sizes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+        return sum(_product(shape) for shape in sizes)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error, RecursionError):
+        return 0
+
+
+def _product(shape: list[int]) -> int:
+    result = 1
+    for length in shape:
+        result *= int(length)
+    return result

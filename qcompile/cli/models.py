@@ -1,0 +1,185 @@
+"""A model given in place of an artifact: built into the user's cache when it is first needed, and found there later."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qcompile import __version__
+from qcompile.artifact import kept
+from qcompile.artifact.layout import MANIFEST
+from qcompile.checkpoints.hub import find, is_name
+from qcompile.checkpoints.identity import identity
+from qcompile.cli import console, machine
+from qcompile.cli.options import Building, Loading
+from qcompile.errors import ArtifactError, UsageError
+from qcompile.recipes import Recipe, get_recipe, parse_options
+from qcompile.targets import get_target
+
+if TYPE_CHECKING:
+    from qcompile.pipeline import BuildReport
+    from qcompile.runtime.llm import LLM
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact to load, the name of its model for people and clients, and whether it is of the user's cache."""
+
+    path: Path
+    name: str
+    kept: bool
+
+
+@contextlib.contextmanager
+def opened(given: str, building: Building, loading: Loading, **more: Any) -> Iterator[tuple[LLM, Artifact]]:
+    """The model of the artifact or model `given`, loaded, and its artifact. `more` are arguments of `load`.
+
+    An artifact in the cache that turns out to be damaged is built again.
+    """
+    loading.arguments()  # refuses wrong values before anything is built
+    artifact = artifact_of(given, building)
+    try:
+        llm = loading.load(artifact.path, **more)
+    except ArtifactError as error:
+        if not artifact.kept:
+            raise
+        console.note(f"qcompile: {error}")
+        artifact = artifact_of(given, replace(building, rebuild=True))
+        llm = loading.load(artifact.path, **more)
+    with llm:
+        yield llm, artifact
+
+
+def artifact_of(given: str, building: Building) -> Artifact:
+    """The artifact `given`, or that of the model `given`, which is built now unless the cache has it.
+
+    `given` is the directory of an artifact or a checkpoint, or a name on the model hub. Raises QCompileError.
+    """
+    if not given:
+        raise UsageError("the model's name is empty: give an artifact, a checkpoint directory, or a name on the hub")
+    path = Path(given)
+    if (path / MANIFEST).is_file():
+        _check_unused(given, building)
+        return Artifact(path, kept.KeptArtifact(path.resolve().parent).about.get("model") or path.resolve().name, False)
+    request = _Request.of(given, building)
+    place = request.place
+    if building.rebuild or not place.ready:
+        with place.locked(lambda: console.note(f"qcompile: another command builds {given}: waiting for it")):
+            if building.rebuild or not place.ready:
+                request.build()
+    place.use()
+    return Artifact(place.artifact, request.name, True)
+
+
+def _check_unused(given: str, building: Building) -> None:
+    """Refuse options of building for an artifact, which they cannot change."""
+    if unused := building.given():
+        raise UsageError(f"{given} is an artifact, which is built already: {unused[0]} is for models")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A checkpoint in `directory`, named `name`, and all that decides what is built of it."""
+
+    name: str
+    directory: Path
+    recipe: Recipe
+    target: str
+    options: dict[str, str]
+    allow_remote: bool
+    reason: str
+    place: kept.KeptArtifact
+
+    @classmethod
+    def of(cls, given: str, building: Building) -> _Request:
+        """What the options ask for, and what fits this machine where they do not say."""
+        options, remote = parse_options(building.options or []), building.allow_remote_code
+        device = _device(building)
+        if building.recipe:  # unknown ones are refused before any work
+            get_recipe(building.recipe)
+        directory, name = _checkpoint(given, remote)
+        target, recipe, reason = building.target or "", building.recipe or "", ""
+        if not (target and recipe):
+            here = machine.this_machine(device)
+            fit = machine.fit(here, directory)
+            target, recipe = target or fit.target, recipe or fit.recipe
+            if not building.recipe:
+                reason = f" fits {here.text()}: {fit.reason} (--recipe chooses another)"
+        with console.Progress() as progress:
+            content = identity(directory, progress)
+        facts = get_target(target).facts
+        key = {"checkpoint": content, "recipe": recipe, "target": facts, "options": options, "remote code": remote}
+        return cls(name, directory, get_recipe(recipe), target, options, remote, reason, kept.place(name, key))
+
+    def build(self) -> None:
+        """Build the artifact into its place."""
+        recipe = f"recipe {self.recipe.name}{self.reason}"
+        console.note(f"qcompile: building {self.name} for target {self.target}; {recipe}")
+        with console.Progress() as progress, _few_collections():
+            progress("import", 0, 1)
+            report = self._compiled(progress)
+        if self.recipe.calibrated:
+            console.note(f"qcompile: recipe {self.recipe.name} wants calibration text, which `qcompile build` takes")
+        size = console.byte_size(self.place.bytes)
+        took = f"{sum(report.seconds.values()):.1f} s"
+        console.note(f"qcompile: built in {took}, {size}, kept in {self.place.folder} (see `qcompile cache`)")
+
+    def _compiled(self, progress: console.Progress) -> BuildReport:
+        """Import the compiler, which waits for torch, and run it."""
+        from qcompile import pipeline
+
+        self.place.describe(
+            {
+                "model": self.name,
+                "checkpoint": os.fsdecode(self.directory.resolve()),
+                "recipe": self.recipe.name,
+                "target": self.target,
+                "options": self.options,
+                "qcompile": __version__,
+            }
+        )
+        more: dict[str, Any] = {"options": self.options, "progress": progress, "allow_remote": self.allow_remote}
+        target, recipe = self.target, self.recipe.name
+        return pipeline.build(
+            str(self.directory), self.place.artifact, target=target, recipe=recipe, name=self.name, **more
+        )
+
+
+def _device(building: Building) -> str:
+    """The kind of device to look for: the target's, if there is one. Raises UsageError if the options disagree."""
+    if building.device not in machine.DEVICES:
+        raise UsageError(f"--device {building.device}: write one of {', '.join(machine.DEVICES)}")
+    if building.target is None:
+        return building.device
+    device = "cpu" if get_target(building.target).kind == "cpu" else "gpu"
+    if building.device not in ("auto", device):
+        raise UsageError(f"--device {building.device}: target {building.target} is for another device")
+    return device
+
+
+def _checkpoint(given: str, allow_remote: bool) -> tuple[Path, str]:
+    """The directory of the checkpoint `given`, and its name."""
+    path = Path(given)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"{given} is neither an artifact (no {MANIFEST}) nor a checkpoint (no config.json)")
+        return path, os.fsencode(path.resolve().name).decode("utf-8", "replace")
+    if not is_name(given):
+        raise UsageError(f"{given}: no such artifact directory or checkpoint")
+    return find(given, allow_remote), given
+
+
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """Imports and traces are not garbage: looking for it would take half a second."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

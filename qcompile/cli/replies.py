@@ -1,0 +1,45 @@
+"""What the commands that generate text print: text as it comes, and the facts of a finished reply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qcompile.runtime.outputs import RequestOutput
+
+
+def show(stream: Iterator[RequestOutput], quiet: bool) -> RequestOutput:
+    """Follow a stream to its end, printing text as it is added unless `quiet`; returns the last output."""
+    last = None
+    for last in stream:
+        if not quiet:
+            print(last.outputs[0].new_text, end="", flush=True)
+    assert last is not None, "a stream yields at least the finished output"
+    return last
+
+
+def result_of(output: RequestOutput, drafts: bool) -> dict[str, Any]:
+    """What `run --json` prints. The first token belongs to prefill, so the decode speed is of the others.
+
+    drafts: whether the model drafts; if it ran no round, the rates are null.
+    """
+    from qcompile.runtime.outputs import SpeculationMetrics
+
+    sample, metrics = output.outputs[0], output.metrics
+    decoded = len(sample.token_ids) - 1
+    timed = decoded > 0 and metrics.decode_seconds > 0
+    speculation = output.speculation or (SpeculationMetrics() if drafts else None)
+    result: dict[str, Any] = {
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "prefill_seconds": metrics.prefill_seconds,
+        "decode_seconds": metrics.decode_seconds,
+        "decode_tokens_per_second": decoded / metrics.decode_seconds if timed else None,
+    }
+    if speculation:
+        names = ("rounds", "acceptance_rate", "tokens_per_round", "gamma", "draft_seconds", "verify_seconds")
+        result |= {name: getattr(speculation, name) for name in (*names, "accepted_per_position")}
+    return result
