@@ -96,6 +96,12 @@ class DialogueFormat:
         """Whether a reply consists of several messages, of which each ends as a reply does in other formats."""
         return self._calls is not None and self._calls.whole
 
+    def reasoning_on(self) -> dict[str, Any]:
+        """The variables of the template that turn reasoning on. Raises UsageError for a model that does not reason."""
+        if self._tags is None and not self.several_messages:
+            raise UsageError("the chat template of this model has no reasoning")
+        return {name: True for name in _SWITCHES if name in self._reads}
+
     def turn(self, asked: Dialogue) -> Turn:
         """The prompt of a dialogue, and how to read the replies. Raises UsageError for what the template lacks."""
         tools = asked.offered

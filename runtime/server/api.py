@@ -73,10 +73,11 @@ def _none_if_false(given: Any) -> Any:
     return None if given is False else given
 
 
+Stops = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 _AS_THEY_ARE = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    *("seed", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
     *("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "priority"),
 )
 """Fields that SamplingParams has with the same names and values."""
@@ -95,7 +96,6 @@ class SamplingFields(BodyPart):
     presence_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
     seed: int | None = None
-    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops)] | None = None
     stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -112,7 +112,7 @@ class SamplingFields(BodyPart):
 
         Fields that were not given have the values in `defaults`, or else SamplingParams' own.
         """
-        length = len("".join(self.stop or ()))
+        length = len("".join(more.get("stop") or ()))
         if length > MOST_STOP_CHARACTERS:
             raise UsageError(f"stop has {length} characters in all, of at most {MOST_STOP_CHARACTERS}")
         given = {name: getattr(self, name) for name in _AS_THEY_ARE} | more
@@ -136,6 +136,7 @@ class Common(SamplingFields, StructureFields):
     }
     n: int | None = None
     best_of: int | None = None
+    stop: Stops | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -148,8 +149,8 @@ class Common(SamplingFields, StructureFields):
     """Concerns OpenAI's own service, like the field before it: nothing is stored here, and there is one tier."""
 
     def sampling(self, defaults: Mapping[str, Any], max_tokens: int | None, **more: Any) -> SamplingParams:
-        several = {"n": self.n, "best_of": self.best_of, "structured_outputs": asked_structure(self)}
-        return super().sampling(defaults, max_tokens, **several, **more)
+        given = {"n": self.n, "best_of": self.best_of, "stop": self.stop, "structured_outputs": asked_structure(self)}
+        return super().sampling(defaults, max_tokens, **given, **more)
 
     @property
     def usage_options(self) -> StreamOptions:

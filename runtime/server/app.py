@@ -34,6 +34,7 @@ from qcompile.runtime.server.chat_replies import ChatReply
 from qcompile.runtime.server.connections import DEFAULT_LIMITS, ConnectionLimits, limited_protocol
 from qcompile.runtime.server.errors import add_error_handlers, refused
 from qcompile.runtime.server.exchanges import ExchangeRecorder, Sink
+from qcompile.runtime.server.messages.routes import MessagesRoutes
 from qcompile.runtime.server.metrics import Metrics
 from qcompile.runtime.server.replies import CompletionReply, Echo, Reply
 from qcompile.runtime.server.responses.routes import ResponsesRoutes
@@ -188,6 +189,7 @@ def create_app(served: Served, service: Service) -> FastAPI:
     guarded.post("/v1/completions")(handlers.complete)
     guarded.post("/v1/chat/completions")(handlers.chat)
     ResponsesRoutes(handlers.asker).add_to(guarded)
+    MessagesRoutes(handlers.asker).add_to(guarded)
     app.include_router(guarded)
     add_error_handlers(app)
     return app
@@ -228,7 +230,7 @@ class _Handlers:
         key = self._served.api_key
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":  # names of schemes are case-insensitive
-            given = ""
+            given = request.headers.get("x-api-key", "")
         # The framework decodes headers as Latin-1, but keys are UTF-8.
         if key is not None and not secrets.compare_digest(given.strip().encode("latin-1"), key.encode()):
             asked = {"WWW-Authenticate": "Bearer"}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qcompile.runtime.messages import new_call_id
+from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.parsers.events import CallStart, Event, ReasoningPiece, TextPiece
 from qcompile.runtime.turn import Turn
 
@@ -37,9 +38,15 @@ class BlockReader:
     def __init__(self, turn: Turn, call_prefix: str) -> None:
         self._parser, self._id_characters, self._call_prefix = turn.parser(), turn.id_characters, call_prefix
         self.blocks: list[ReplyBlock] = []
+        self._read = 0  # characters
+        self.cut = False
+        """Whether the reply reached the most tokens."""
 
-    def push(self, text: str, ended: bool = False) -> Iterator[Change]:
-        """Add further text, and with `ended` all that was held back. A reply without any block gets an empty text."""
+    def read(self, output: RequestOutput) -> Iterator[Change]:
+        """What is new in an output with one sample. A reply without any block gets an empty text."""
+        (sample,) = output.outputs
+        text, self._read = sample.text[self._read :], len(sample.text)
+        ended, self.cut = sample.finish_reason is not None, sample.finish_reason == "length"
         for event in self._parser.push(text) + (self._parser.end() if ended else []):
             yield from self._add(event)
         if ended:

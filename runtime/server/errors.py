@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -9,6 +12,18 @@ from starlette.exceptions import HTTPException
 
 from qcompile.errors import BusyError, LongPromptError, OverflowedError, QCompileError, UsageError, shown
 from qcompile.runtime.server import api
+
+MESSAGES = "/v1/messages"
+"""Paths that begin with this belong to Anthropic's API, all others to OpenAI's."""
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Kinds of errors by status in Anthropic's API."""
 
 
 class NotFoundError(UsageError):
@@ -35,14 +50,14 @@ def add_error_handlers(app: FastAPI) -> None:
 async def refused(request: Request, error: Exception) -> JSONResponse:
     """The response to an error of qcompile."""
     if isinstance(error, NotFoundError):
-        return JSONResponse(api.failure(str(error), "invalid_request_error", error.code, error.param), 404)
+        return _response(request, 404, str(error), code=error.code, param=error.param)
     if isinstance(error, UsageError):
         code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
-        return JSONResponse(api.failure(str(error), "invalid_request_error", code), 400)
+        return _response(request, 400, str(error), code=code)
     if isinstance(error, BusyError):
-        return JSONResponse(api.failure(str(error), "rate_limit_error"), 429, {"Retry-After": "1"})
+        return _response(request, 429, str(error), "rate_limit_error", headers={"Retry-After": "1"})
     status = 500 if isinstance(error, OverflowedError) else 503
-    return JSONResponse(api.failure(str(error), "server_error"), status)
+    return _response(request, status, str(error), "server_error")
 
 
 async def _malformed(request: Request, error: Exception) -> JSONResponse:
@@ -58,7 +73,7 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
     elif not place and "json" not in request.headers.get("content-type", ""):
         what = "send JSON, with the header `Content-Type: application/json`"
     message = f"{place or 'the body'}: {what}"
-    return JSONResponse(api.failure(message, "invalid_request_error", param=place or None), 400)
+    return _response(request, 400, message, param=place or None)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -72,10 +87,32 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == 405:
         message = f"{path} does not take {request.method}: use {(error.headers or {}).get('Allow')}"
     code = {401: "invalid_api_key", 404: "not_found"}.get(error.status_code)
-    content = api.failure(message, "invalid_request_error", code)
-    return JSONResponse(content, error.status_code, headers=error.headers)
+    return _response(request, error.status_code, message, code=code, headers=error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     """The response to an unexpected exception. Its traceback is written to stderr."""
-    return JSONResponse(api.failure(f"unexpected {type(error).__name__}, see the server's log", "server_error"), 500)
+    message = f"unexpected {type(error).__name__}, see the server's log"
+    return _response(request, 500, message, "server_error")
+
+
+def _response(
+    request: Request,
+    status: int,
+    message: str,
+    kind: str = "invalid_request_error",
+    *,
+    code: str | None = None,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """An error in the format of the path's API. kind, code, param: for OpenAI's."""
+    content = api.failure(message, kind, code, param)
+    if request.url.path.startswith(MESSAGES):
+        content = messages_failure(message, _MESSAGES_KINDS.get(status, "invalid_request_error"))
+    return JSONResponse(content, status, headers)
+
+
+def messages_failure(message: str, kind: str = "api_error") -> dict[str, Any]:
+    """An error in Anthropic's format."""
+    return {"type": "error", "error": {"type": kind, "message": message}}

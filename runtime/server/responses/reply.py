@@ -36,7 +36,6 @@ class ResponseReply:
         self._reader = BlockReader(turn, "call_")
         self._ids: list[str] = []  # of the items, which the blocks are
         self._number = 0  # of the next event
-        self._cut = False  # whether max_output_tokens ended the reply
         self._header = _echoed(model, asked, params)
         self._ended: Json = {"status": "in_progress", "incomplete_details": None, "error": None, "usage": None}
 
@@ -48,7 +47,7 @@ class ResponseReply:
 
     def whole(self, output: RequestOutput) -> Json:
         """The response that has this output."""
-        for _ in self._changes(output, 0):
+        for _ in self._changes(output):
             pass
         self._end(output)
         return self.response
@@ -60,15 +59,13 @@ class ResponseReply:
 
         complete: called with the complete response before the last event.
         """
-        sent = 0
         try:
             yield self._event("response.created", response=self.response)
             yield self._event("response.in_progress", response=self.response)
             async for output in answer:
-                for change in self._changes(output, sent):
+                for change in self._changes(output):
                     for event in self._events_of(change):
                         yield event
-                sent = len(output.outputs[0].text)
                 if output.finished:
                     finished(output)
                     self._end(output)
@@ -80,17 +77,14 @@ class ResponseReply:
         finally:
             answer.cancel()
 
-    def _changes(self, output: RequestOutput, sent: int) -> Iterator[Change]:
-        """What an output adds to its first `sent` characters."""
-        (sample,) = output.outputs
-        self._cut = sample.finish_reason == "length"
-        for change in self._reader.push(sample.text[sent:], ended=sample.finish_reason is not None):
+    def _changes(self, output: RequestOutput) -> Iterator[Change]:
+        for change in self._reader.read(output):
             if change.what == "begin":
                 self._ids.append(new_id(_PREFIX[change.block.kind]))
             yield change
 
     def _end(self, output: RequestOutput) -> None:
-        details = {"reason": "max_output_tokens"} if self._cut else None
+        details = {"reason": "max_output_tokens"} if self._reader.cut else None
         reasoning = self._reader.text_of("reasoning")
         tokens, prompt = output.generated_tokens, len(output.prompt_token_ids)
         usage = {
@@ -100,13 +94,13 @@ class ResponseReply:
             "output_tokens_details": {"reasoning_tokens": min(self._count(reasoning), tokens) if reasoning else 0},
             "total_tokens": prompt + tokens,
         }
-        status = "incomplete" if self._cut else "completed"
+        status = "incomplete" if self._reader.cut else "completed"
         self._ended |= {"status": status, "incomplete_details": details, "usage": usage, "completed_at": time.time()}
 
     def _item(self, index: int, status: str | None = None) -> Json:
         """A block as an item. status: None for that which follows from the response's."""
         block, last = self._reader.blocks[index], index + 1 == len(self._reader.blocks)
-        status = status or ("incomplete" if last and self._cut else "completed")
+        status = status or ("incomplete" if last and self._reader.cut else "completed")
         item: Json = {"id": self._ids[index], "status": status}
         if block.kind == "call":
             return item | {

@@ -13,7 +13,7 @@ from qcompile.runtime.dialogue import Dialogue
 from qcompile.runtime.parsers.call_parser import is_name
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.structured import FORCED, StructuredOutputsParams, named_as
-from qcompile.runtime.server.api import BodyPart, Count, SamplingFields
+from qcompile.runtime.server.api import BodyPart, Count, SamplingFields, Stops
 from qcompile.runtime.server.responses.items import Input, Message, messages_of
 
 FORMAT = "text.format"
@@ -92,6 +92,7 @@ class ResponsesRequest(SamplingFields):
     input: Input
     instructions: str | None = None
     max_output_tokens: Count | None = None
+    stop: Stops | None = None
     tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_function_alone)]], Field(fail_fast=True)] | None = (
         None
     )
@@ -169,4 +170,4 @@ class ResponsesRequest(SamplingFields):
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The request's sampling parameters, with defaults as in `sampling`. Raises UsageError."""
-        return self.sampling(defaults, self.max_output_tokens, structured_outputs=self.structure())
+        return self.sampling(defaults, self.max_output_tokens, stop=self.stop, structured_outputs=self.structure())
