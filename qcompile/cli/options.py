@@ -429,6 +429,7 @@ class Serving:
             "all; repeatable.",
         ),
     ] = None
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Whether / is a page to chat with the model.")] = True
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def serve(
             limits=app.ConnectionLimits(
                 serving.request_timeout, serving.max_connections, serving.max_connections_per_address
             ),
+            page=serving.page,
         )
         app.serve(served, listening, ready)
 

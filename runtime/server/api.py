@@ -190,11 +190,15 @@ class CompletionRequest(Common):
 
 
 def usage(outputs: Collection[RequestOutput]) -> dict[str, Any]:
-    """The token counts of a response."""
+    """The token counts of a response; where drafts were made, also how many of their tokens were kept."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(output.generated_tokens for output in outputs)
     counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    return counts | {"prompt_tokens_details": {"cached_tokens": sum(out.metrics.cached_tokens for out in outputs)}}
+    cached = {"cached_tokens": sum(out.metrics.cached_tokens for out in outputs)}
+    drafts = [output.speculation for output in outputs if output.speculation]
+    drafted, kept = sum(sum(one.drafted) for one in drafts), sum(sum(one.accepted) for one in drafts)
+    details = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept}
+    return counts | {"prompt_tokens_details": cached} | ({"completion_tokens_details": details} if drafts else {})
 
 
 encode = json.JSONEncoder(ensure_ascii=False).encode

@@ -36,6 +36,7 @@ from qcompile.runtime.server.errors import add_error_handlers, refused
 from qcompile.runtime.server.exchanges import ExchangeRecorder, Sink
 from qcompile.runtime.server.messages.routes import MessagesRoutes
 from qcompile.runtime.server.metrics import Metrics
+from qcompile.runtime.server.page import add_page, page_facts
 from qcompile.runtime.server.replies import CompletionReply, Echo, Reply
 from qcompile.runtime.server.responses.routes import ResponsesRoutes
 from qcompile.runtime.server.service import Service
@@ -64,7 +65,8 @@ class Served:
 
     origins: web pages whose scripts may read responses, as `https://example.org`; `*` stands for all. Pages of this
     machine may in any case. tool_parser, reasoning_parser: formats of replies by name; None for those that the template
-    shows. sinks: what takes the records of all requests. limits: those of connections.
+    shows. sinks: what takes the records of all requests. limits: those of connections. page: whether `/` is a page to
+    chat with the model.
     """
 
     llm: LLM
@@ -77,6 +79,7 @@ class Served:
     reasoning_parser: str | None = None
     sinks: Sequence[Sink] = ()
     limits: ConnectionLimits = DEFAULT_LIMITS
+    page: bool = False
 
     def dialogues(self) -> DialogueFormat | None:
         """How conversations are written and read; None without a template. Raises UsageError for unknown parsers."""
@@ -190,6 +193,10 @@ def create_app(served: Served, service: Service) -> FastAPI:
     guarded.post("/v1/chat/completions")(handlers.chat)
     ResponsesRoutes(handlers.asker).add_to(guarded)
     MessagesRoutes(handlers.asker).add_to(guarded)
+    if served.page:
+        llm = served.llm
+        facts = page_facts(served.name, llm.context, served.template is not None, llm.sampling_defaults)
+        add_page(app, facts, handlers.authorize)
     app.include_router(guarded)
     add_error_handlers(app)
     return app

@@ -73,10 +73,10 @@ class Client:
 
 
 @contextmanager
-def serving(llm: LLM, **options: Any) -> Iterator[Client]:
-    """A server in a thread of this process."""
+def serving(llm: LLM, kind: Callable[[LLM, int], Service] = Service, **options: Any) -> Iterator[Client]:
+    """A server in a thread of this process. kind: makes its service."""
     served = server.Served(llm, "tiny", **options)
-    service = Service(llm, served.max_waiting)
+    service = kind(llm, served.max_waiting)
     running = uvicorn.Server(server.server_config(served, service, drain_seconds=1))
     listening = server.bind("127.0.0.1", 0)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
