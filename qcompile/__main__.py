@@ -22,6 +22,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
     "run": "generate.run",
     "chat": "chat.chat",
     "serve": "serve.serve",
+    "run-batch": "run_batch.run_batch",
     "eval": "measure.evaluate",
     "bench": "measure.bench",
     "tune": "measure.tune",

@@ -86,11 +86,8 @@ def bench(
             from qcompile.cli.load_test import command as load_test
         except ModuleNotFoundError as error:
             raise ResourceError(f"--serve needs {error.name}: pip install 'qcompile[bench]'") from error
-        load_test.plan(load)  # refuses wrong options before anything is built
-        if load_test.is_url(out):
-            if unused := building.given():
-                raise UsageError(f"{unused[0]} is for models: a server that runs has its own")
-        else:
+        load_test.check(out, load, loading, building)  # before anything is built
+        if not load_test.is_url(out):
             out = str(artifact_of(out, building).path)
         load_test.run(out, load, loading, json, jsonl)
         return

@@ -379,17 +379,10 @@ class ChatSampling:
 
 
 @dataclass(frozen=True)
-class Serving:
-    """Where a server listens, whom it answers, and how much it takes on."""
+class Answering:
+    """How requests of the API are answered."""
 
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 means all interfaces.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000
     name: Annotated[str | None, typer.Option("--name", help="Model name for clients. Default: OUT's last part.")] = None
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="QCOMPILE_API_KEY", help="API key that clients must send.")
-    ] = None
     tool_parser: Annotated[
         str | None,
         typer.Option("--tool-parser", help="Format of tool calls, or none. Default: what the chat template shows."),
@@ -401,6 +394,19 @@ class Serving:
     max_batch: Annotated[
         int, typer.Option("--max-batch", min=1, metavar="N", help="Maximum number of samples that run at once.")
     ] = 16
+
+
+@dataclass(frozen=True)
+class Serving(Answering):
+    """Where a server listens, whom it answers, and how much it takes on."""
+
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 means all interfaces.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="QCOMPILE_API_KEY", help="API key that clients must send.")
+    ] = None
     max_waiting: Annotated[
         int,
         typer.Option(

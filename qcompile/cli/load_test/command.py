@@ -15,7 +15,7 @@ from qcompile.cli.load_test.figures import limits
 from qcompile.cli.load_test.level import Level
 from qcompile.cli.load_test.text import as_text
 from qcompile.cli.load_test.workload import Lengths
-from qcompile.cli.options import DraftedLoading, LoadTest, changed
+from qcompile.cli.options import Building, DraftedLoading, LoadTest, changed
 from qcompile.errors import UsageError
 
 _LEVELS = "1,4,16"
@@ -66,6 +66,19 @@ def is_url(out: str) -> bool:
     return re.match(r"[a-z]+://", out) is not None
 
 
+def check(out: str, options: LoadTest, loading: DraftedLoading, building: Building) -> None:
+    """Raise UsageError for options that are wrong, or do not belong to what is measured: a server or a model."""
+    plan(options)
+    if is_url(out):
+        server.root_of(out)
+        if unused := building.given():
+            raise UsageError(f"{unused[0]} is for models: a server that runs has its own")
+        if (wrong := changed(loading)) is not None:
+            raise UsageError(f"--{wrong.replace('_', '-')} is for an artifact: a server that runs has its own options")
+    elif options.model is not None:
+        raise UsageError("--model is for a server that runs: an artifact has one model")
+
+
 def run(out: str, options: LoadTest, loading: DraftedLoading, json: bool, jsonl: bool) -> None:
     """Measure the server at a URL, or one that is started for an artifact, and print the report."""
     asked = plan(options)
@@ -92,12 +105,8 @@ def run(out: str, options: LoadTest, loading: DraftedLoading, json: bool, jsonl:
 def _server(out: str, asked: Plan, options: LoadTest, loading: DraftedLoading) -> Iterator[tuple[str, str | None]]:
     """The root of the server, and its model's name if it is given."""
     if is_url(out):
-        if (wrong := changed(loading)) is not None:
-            raise UsageError(f"--{wrong.replace('_', '-')} is for an artifact: a server that runs has its own options")
         yield server.root_of(out), options.model
         return
-    if options.model is not None:
-        raise UsageError("--model is for a server that runs: an artifact has one model")
     with server.started(out, _serve_options(asked, loading)) as ready:
         yield ready["url"], ready["model"]
 
