@@ -449,6 +449,10 @@ class Logging:
     form: Annotated[
         str, typer.Option("--log-format", metavar="text|json", help="Lines of text on stderr, or of JSON.")
     ] = "text"
+    traces: Annotated[
+        str | None,
+        typer.Option("--otlp-endpoint", metavar="URL", help="OpenTelemetry collector (OTLP over HTTP) for traces."),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from qcompile.cli import console
 from qcompile.cli.models import opened
 from qcompile.cli.options import Building, Json, Logging, ServedLoading, Serving, Source, command
 from qcompile.errors import ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from qcompile.runtime.llm import LLM
+    from qcompile.runtime.server.exchanges import Sink
 
 
 @command
@@ -42,6 +49,7 @@ def serve(
     max_batch = serving.max_batch
     with (  # a port that is taken is refused before anything is built
         app.bind(serving.host, serving.port) as listening,
+        _traces(logging.traces) as traces,
         opened(out, building, loading, max_batch=max_batch) as (llm, artifact),
     ):
         name, url = serving.name or artifact.name, _url(listening.getsockname())
@@ -50,10 +58,8 @@ def serve(
             console.heed_interrupts()
             if json:
                 console.print_json_line({"url": url, "model": name, "context": llm.context, "max_batch": max_batch})
-            if llm.sampling_defaults:
-                found = ", ".join(f"{option} {value}" for option, value in llm.sampling_defaults.items())
-                say(f"defaults of generation_config.json: {found} (--generation-config)")
-            say(f"{name} answers at {url} (Ctrl-C ends)")
+            for line in _first_lines(llm, name, url):
+                say(line)
 
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
         template = chat_template(artifact.path, llm.manifest["files"])
@@ -66,7 +72,7 @@ def serve(
             serving.origins or (),
             serving.tool_parser,
             serving.reasoning_parser,
-            logs.sinks(),
+            [*logs.sinks(), *traces(name)],
             limits=app.ConnectionLimits(
                 serving.request_timeout, serving.max_connections, serving.max_connections_per_address
             ),
@@ -81,6 +87,31 @@ def _api_key(serving: Serving) -> str | None:
     if (os.environ.get("QCOMPILE_API_KEY") if key is None else key) == "":  # typer drops an empty variable
         raise UsageError("the API key is empty: give one, or unset --api-key and QCOMPILE_API_KEY to let everybody in")
     return key
+
+
+def _first_lines(llm: LLM, name: str, url: str) -> Iterator[str]:
+    """What a server says when it begins to listen."""
+    if llm.sampling_defaults:
+        found = ", ".join(f"{option} {value}" for option, value in llm.sampling_defaults.items())
+        yield f"defaults of generation_config.json: {found} (--generation-config)"
+    yield f"{name} answers at {url} (Ctrl-C ends)"
+
+
+@contextmanager
+def _traces(endpoint: str | None) -> Iterator[Callable[[str], list[Sink]]]:
+    """Gives what sends traces of a model, by its name, to a collector; nothing without one. Raises QCompileError."""
+    if endpoint is None:
+        yield lambda model: []
+        return
+    try:
+        from qcompile.runtime.server.tracing import Tracing
+    except ModuleNotFoundError as error:
+        raise ResourceError(f"--otlp-endpoint needs {error.name}: pip install 'qcompile[otel]'") from error
+    tracing = Tracing(endpoint)
+    try:
+        yield lambda model: [partial(tracing.trace, model)]
+    finally:
+        tracing.close()
 
 
 def _url(address: Any) -> str:

@@ -13,6 +13,8 @@ from qcompile.runtime.outputs import RequestOutput
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Application = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
+POLLED = ("/health", "/metrics")
+"""Paths that are asked for every few seconds: logged at level debug alone, and not traced."""
 
 
 @dataclass(eq=False)

@@ -9,14 +9,12 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from qcompile.errors import UsageError
-from qcompile.runtime.server.exchanges import Exchange, Sink
+from qcompile.runtime.server.exchanges import POLLED, Exchange, Sink
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 _OURS = "qcompile.server"
 _LOGGERS = (_OURS, "uvicorn", "opentelemetry")
-_POLLED = ("/health", "/metrics")
-"""Paths that are asked for every few seconds: their responses are logged at level debug."""
 _MOST_SHOWN = 256
 """Most characters of a path or an id of the client's in a line."""
 
@@ -48,7 +46,7 @@ def tell(text: str) -> None:
 
 def log_exchange(exchange: Exchange) -> None:
     """Write a line about a response."""
-    level = logging.DEBUG if exchange.path in _POLLED else logging.INFO
+    level = logging.DEBUG if exchange.path in POLLED else logging.INFO
     logger = logging.getLogger(_OURS)
     if not logger.isEnabledFor(level):
         return
