@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from qcompile.artifact.hashes import listed_file
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime.parsers.formats import tool_format
-from qcompile.runtime.sandbox import environment
+from qcompile.runtime.renderer import Renderer, TemplateError
 from qcompile.runtime.special_tokens import CONFIG, json_object, special_tokens
 
 if TYPE_CHECKING:
-    from jinja2 import Template
     from tokenizers import Tokenizer
 
 Message = dict[str, Any]
@@ -26,19 +25,15 @@ _TOOL_TEMPLATE = "tool_use"
 """The name of the template for conversations with tools, where a checkpoint has several."""
 
 
-_CAUSED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors in templates that conversations cause which they do not take."""
-
-
 class ChatTemplate:
-    """A chat template as a function of the messages, run in a sandbox with what transformers provides.
+    """A chat template as a function of the messages, run in a process of its own with what transformers provides.
 
     sources: the templates by name, one of them `default`. special: texts of special tokens by name.
     """
 
     def __init__(self, sources: dict[str, str], special: dict[str, str]) -> None:
         self._sources, self._special = sources, special
-        self._compiled: dict[str, Template] = {}  # compiling a long one takes as long as many steps
+        self._renderer = Renderer(sources)
 
     @property
     def text(self) -> str:
@@ -48,26 +43,18 @@ class ChatTemplate:
     @cached_property
     def reads(self) -> frozenset[str]:
         """The names of the variables that the templates read. Raises UsageError for one that is no template."""
-        from jinja2 import TemplateError, meta
-
-        parse = environment().parse
         try:
-            trees = [parse(source) for source in self._sources.values()]
-        except (TemplateError, RecursionError) as error:
+            return self._renderer.reads()
+        except TemplateError as error:
             raise UsageError(f"the chat template is malformed: {error}") from error
-        return frozenset().union(*map(meta.find_undeclared_variables, trees))
 
     def __call__(self, messages: list[Message], **variables: Any) -> str:
         """Render messages, and the start of a reply. Raises UsageError if the template does not take them."""
-        from jinja2 import TemplateError
-
         name = _TOOL_TEMPLATE if variables.get("tools") and _TOOL_TEMPLATE in self._sources else "default"
-        values = self._special | {"tools": None, "documents": None, "add_generation_prompt": True} | variables
+        given = {"tools": None, "documents": None, "add_generation_prompt": True} | variables
         try:
-            if name not in self._compiled:
-                self._compiled[name] = environment().from_string(self._sources[name])
-            return self._compiled[name].render(messages=messages, **values)
-        except (TemplateError, *_CAUSED) as error:
+            return self._renderer.render(name, self._special | given | {"messages": messages})
+        except TemplateError as error:
             raise UsageError(f"the chat template does not take this conversation: {error}") from error
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,8 +15,8 @@ from tokenizers import processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from qcompile.cli.chat import Conversation
-from qcompile.errors import ArtifactError, UsageError
-from qcompile.runtime import chat
+from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.runtime import chat, renderer
 from qcompile.runtime.sampling.params import SamplingParams
 from tests.support.fake import byte_tokenizer, fake_llm, listed
 
@@ -99,6 +104,88 @@ def test_a_chat_template_finds_what_transformers_gives_it(template: str, tmp_pat
 def test_a_chat_template_has_no_way_out(template: str) -> None:
     with pytest.raises(UsageError, match="the chat template does not take this conversation"):
         chat.ChatTemplate({"default": template}, {})([{"role": "user", "content": "hi"}])
+
+
+BOMBS = {
+    "{{ 'A' * 4000000000 }}": "needs more than 256 MiB of memory",
+    "{% set x = namespace(a='a') %}{% for i in range(60) %}{% set x.a = x.a + x.a %}{% endfor %}": "256 MiB of memory",
+    "{{ messages | tojson(indent=999999999) }}": "needs more than 256 MiB of memory",
+    "{{ 9 ** (9 ** 9) }}": "takes more than 0.5 seconds",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "takes more than 0.5 seconds",
+    "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}": "its text has more than 1,0",
+    "{{ " + "(" * 100_000: "recursion",
+    "{{ raise_exception('a\nb' * 1000) }}": "a ba b",
+}
+
+
+@pytest.mark.parametrize("template", BOMBS)
+def test_a_chat_template_takes_a_bounded_share_of_the_machine(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "SECONDS", 0.5 if "seconds" in BOMBS[template] else 10.0)
+    sources = {"default": "{% if messages | length == 1 %}fine{% else %}" + template + "{% endif %}"}
+    if any(constant in template for constant in ("((", "'A'", "9 **")):  # Jinja evaluates these when it compiles them
+        sources["default"] = template
+    render = chat.ChatTemplate(sources, {})
+    for _ in range(2):
+        with pytest.raises(UsageError, match=BOMBS[template]) as raised:
+            render([{"role": "user", "content": "hi"}] * 2)
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+    if sources["default"] != template:
+        assert render([{"role": "user", "content": "hi"}]) == "fine"
+
+
+def test_a_conversation_may_be_long() -> None:
+    content = "é\ud800" * 500_000
+    render = chat.ChatTemplate({"default": "{{ messages[0].content }}{{ messages[0].content }}"}, {})
+    assert render([{"role": "user", "content": content}]) == content * 2
+
+
+def test_what_is_not_json_is_refused() -> None:
+    render = chat.ChatTemplate({"default": "{{ x }}"}, {})
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (object(), {1, 2}, deep):
+        with pytest.raises(UsageError, match="cannot be written as JSON"):
+            render([], x=value)
+    assert render([], x=[1, "a"]) == "[1, 'a']"
+
+
+def test_a_process_that_ended_is_replaced() -> None:
+    render = chat.ChatTemplate({"default": "{{ x }}"}, {})
+    assert render([], x=1) == "1"
+    worker = render._renderer._worker
+    assert worker
+    os.kill(worker._process.pid, signal.SIGKILL)
+    worker._process.wait()
+    assert render([], x=2) == "2"
+
+
+def test_callers_share_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many may wait for it, and no more: each has a thread of the server."""
+    source = "{{ x }}{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}"
+    render = chat.ChatTemplate({"default": source}, {})
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda x: render([], x=x, n=1), range(100))) == [str(x) for x in range(100)]
+    monkeypatch.setattr(renderer, "_MOST_CALLERS", 1)
+    monkeypatch.setattr(renderer, "SECONDS", 1.0)
+    render = chat.ChatTemplate({"default": source}, {})
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(render, [], x=1, n=99999)
+        time.sleep(0.3)
+        with pytest.raises(ResourceError, match="too many conversations wait"):
+            render([], x=1, n=1)
+        assert isinstance(slow.exception(), UsageError)
+
+
+def test_a_process_ends_with_its_templates() -> None:
+    render = chat.ChatTemplate({"default": "{{ x }}"}, {})
+    assert render([], x=1) == "1"
+    worker = render._renderer._worker
+    assert worker and worker.alive
+    process = worker._process
+    del render, worker
+    gc.collect()
+    assert process.poll() is not None
 
 
 def test_a_chat_template_is_one_of_the_artifacts_files(tmp_path: Path) -> None:
