@@ -3,15 +3,17 @@
 # make lint   ruff and mypy
 # make docs   the documentation with the API reference, as web pages in out/site
 # make wheel-check  source distribution and wheel, complete and usable without this checkout
+# make compat  tests with clients and libraries of others, in an environment of their own
 # make bench  this machine's numbers for the sample models, into benchmarks/results/
 
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+COMPAT := .venv-compat
 DEMO := out/demo
 
-.PHONY: demo test lint docs wheel-check bench clean
+.PHONY: demo test lint docs wheel-check compat bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/qcompile build samples/pycode-26m -o $(DEMO) --target cpu --recipe w4a8
@@ -32,6 +34,10 @@ docs: $(VENV)/.docs
 wheel-check: $(VENV)/.installed
 	$(BIN)/python .ci/check_wheel.py
 
+# Some of these packages need other versions of packages than the development environment has.
+compat: $(COMPAT)/.installed
+	HF_HOME=$(CURDIR)/out/huggingface HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest -q tests/compat
+
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/cpu_speed.py
 
@@ -44,9 +50,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(COMPAT)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[compat,dev]'
+	@touch $@
+
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info
+	rm -rf $(VENV) $(COMPAT) out build dist *.egg-info
