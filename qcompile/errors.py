@@ -81,6 +81,15 @@ class PassError(UnsupportedError):
         self.pass_name, self.node, self.reason = pass_name, node, reason
 
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
+"""Characters that terminals obey, such as the one that begins escape sequences, as text."""
+
+
+def escaped(text: str) -> str:
+    """A text without characters that control a terminal, but for tabs and line ends."""
+    return text.translate(_CONTROLS)
+
+
 def shown(value: object) -> str:
     """A value for a message: as Python writes it but abbreviated, since it may be a list of a million texts."""
     try:

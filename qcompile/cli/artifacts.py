@@ -28,10 +28,10 @@ def inspect(
 
     if passes:
         listed = contents.passes(out)
-        console.print_json(listed) if json else print(contents.passes_as_text(listed))
+        console.print_json(listed) if json else console.show(contents.passes_as_text(listed))
         return
     summary = contents.summary(out)
-    console.print_json(summary) if json else print(contents.as_text(summary))
+    console.print_json(summary) if json else console.show(contents.as_text(summary))
 
 
 @command
@@ -49,7 +49,7 @@ def verify(out: Artifact, json: Json = False) -> None:
     if json:
         console.print_json({"ok": not problems, "problems": problems})
     elif not problems:
-        print(f"{out}: every file is as built")
+        console.show(f"{out}: every file is as built")
     if problems:
         reader.read_manifest(out)  # raises an error of its own if the manifest is damaged, or there is no artifact
         raise damaged(out, problems)
@@ -73,4 +73,4 @@ def export(
 
     size = exporting.write(out, output, format, tokens)
     written = {"path": str(output), "format": format, "tokens": tokens, "bytes": size}
-    console.print_json(written) if json else print(f"{output}: {console.byte_size(size)}")
+    console.print_json(written) if json else console.show(f"{output}: {console.byte_size(size)}")

@@ -123,7 +123,7 @@ def passes(json: Json = False) -> None:
         return
     for row in rows:
         options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
-        print(f"{row['name']:18}{options or '-'}\n{'':18}{row['summary']}")
+        console.show(f"{row['name']:18}{options or '-'}\n{'':18}{row['summary']}")
 
 
 # ---- what `build` prints -------------------------------------------------------------------------------
@@ -149,16 +149,16 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
             }
         )
         return
-    print(_line(report.passes))
+    console.show(_line(report.passes))
     for name, records in report.drafts.items():
-        print(f"{name}: {_line(records)}")
+        console.show(f"{name}: {_line(records)}")
     if explain is not None:
-        print("\n".join(_explained(report, explain)))
-    print(console.left_out(report.left_out), end="")
+        console.show("\n".join(_explained(report, explain)))
+    console.show(console.left_out(report.left_out), end="")
     if report.stated_context is not None:
-        print(f"context {console.context_text(report.context, report.stated_context)}")
+        console.show(f"context {console.context_text(report.context, report.stated_context)}")
     facts = f"{console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight"
-    print(f"{report.path}: {facts}, built in {sum(report.seconds.values()):.1f} s")
+    console.show(f"{report.path}: {facts}, built in {sum(report.seconds.values()):.1f} s")
 
 
 def _record(record: PassRecord) -> dict[str, Any]:

@@ -56,7 +56,9 @@ def list_(json: Json = False) -> None:
         ]
         for entry in entries
     ]
-    print(console.table(["artifact", "recipe", "target", "size", "used"], rows, words=("recipe", "target", "used")))
+    console.show(
+        console.table(["artifact", "recipe", "target", "size", "used"], rows, words=("recipe", "target", "used"))
+    )
     print(f"kernels and traces, for quicker builds: {console.byte_size(max(rest, 0))}")
 
 

@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
-from qcompile.errors import UsageError
+from qcompile.errors import UsageError, escaped
 
 QUIET_SECONDS = 2.0
 """Work shorter than this shows no progress."""
@@ -31,6 +31,29 @@ interrupts: list[int] = []
 module that is being imported or by a destructor."""
 
 
+class EscapingStream(io.TextIOWrapper):
+    """A text stream that writes `escaped` texts."""
+
+    def write(self, text: str) -> int:
+        super().write(escaped(text))
+        return len(text)
+
+    def write_sequences(self, text: str) -> int:
+        """Write a text of this program's own, with its escape sequences."""
+        return super().write(text)
+
+
+class _Bar(io.TextIOBase):
+    """stderr for a progress bar, which is drawn with escape sequences."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+        write = getattr(self._stream, "write_sequences", None)
+        self.write = write or self._stream.write  # type: ignore[method-assign]
+        self.flush = self._stream.flush  # type: ignore[method-assign]
+        self.isatty = self._stream.isatty  # type: ignore[method-assign]
+
+
 def heed_interrupts() -> None:
     """Raise KeyboardInterrupt again if one was swallowed."""
     if interrupts:
@@ -41,7 +64,8 @@ def open_streams() -> None:
     """Make the standard streams usable, in whatever state the parent process left them.
 
     A closed stream is opened on /dev/null, so that no later file gets its number. Characters that the encoding of an
-    output lacks are escaped. Bytes of the input that are not text are kept, and refused where the text is used.
+    output lacks are escaped, and on stderr those that control a terminal: names in messages come from checkpoints.
+    Bytes of the input that are not text are kept, and refused where the text is used.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -53,6 +77,9 @@ def open_streams() -> None:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="surrogateescape" if mode == "r" else "backslashreplace")
+    if type(sys.stderr) is io.TextIOWrapper:
+        plain = sys.stderr
+        sys.stderr = EscapingStream(plain.detach(), plain.encoding, plain.errors, write_through=True)
 
 
 def everything() -> str:
@@ -83,6 +110,16 @@ def note(text: str) -> None:
     """Print one line on stderr that says what the command does, unless it shall be quiet."""
     if verbosity >= NORMAL:
         log(text)
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Print a result on stdout: lines with names that may come from a checkpoint."""
+    print(escaped(text), end=end, flush=True)
+
+
+def show_generated(text: str, end: str = "") -> None:
+    """Print a text of a model on stdout: as it is, unless a terminal would obey what it holds."""
+    print(escaped(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def print_json(value: Any) -> None:
@@ -178,11 +215,18 @@ class Progress:
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        with Bar(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
+        with Bar(
+            BarColumn(), TextColumn("{task.description}"), console=Console(file=cast("IO[str]", _Bar())), transient=True
+        ) as bar:
             task = bar.add_task("")
             while not self._over.wait(0.1):
                 total = self._total if self._total > 1 else None
-                bar.update(task, description=self.line(time.monotonic()), completed=self._done, total=total)
+                bar.update(
+                    task,
+                    description=escaped(self.line(time.monotonic())).replace("[", "\\["),
+                    completed=self._done,
+                    total=total,
+                )
 
 
 def context_text(context: int, stated: int | None) -> str:

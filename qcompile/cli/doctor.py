@@ -49,7 +49,7 @@ def doctor(
     if json:
         console.print_json(diagnosis.as_json())
     else:
-        print(diagnosis.as_text())
+        console.show(diagnosis.as_text())
     if not diagnosis.exportable:
         raise typer.Exit(UnsupportedError.exit_code)
 

@@ -44,7 +44,7 @@ def _run_prompt(llm: LLM, prompt: str, params: SamplingParams, as_json: bool) ->
     """Generate from one prompt and print it: text as it comes, or one JSON document at the end."""
     stream = llm.stream(prompt, params)  # refuses the prompt before any of it is printed
     if not as_json:
-        print(prompt, end="", flush=True)
+        console.show_generated(prompt)
     last = show(stream, quiet=as_json)
     result = result_of(last, llm.engine.speculation.active)
     if as_json:

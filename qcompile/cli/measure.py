@@ -53,7 +53,7 @@ def evaluate(
         console.print_json(asdict(result))
     else:
         windows = f"{console.counted(result.windows, 'window')} of {result.window} tokens"
-        print(f"perplexity {result.perplexity:.4f} ({windows}, {result.tokens} predictions)")
+        console.show(f"perplexity {result.perplexity:.4f} ({windows}, {result.tokens} predictions)")
 
 
 @command
@@ -111,9 +111,9 @@ def bench(
     if json:
         console.print_json(result)
         return
-    print(benchmark.as_text(result))
+    console.show(benchmark.as_text(result))
     if drafts:
-        print(f"\n{bench_drafts.as_text(drafts)}")
+        console.show(f"\n{bench_drafts.as_text(drafts)}")
 
 
 def _check_kind(load: LoadTest, speeds: Speeds, out: str) -> None:
@@ -151,4 +151,4 @@ def tune(
     if json:
         console.print_json(table)
     else:
-        print(tuning.as_text(table))
+        console.show(tuning.as_text(table))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from qcompile.cli import console
+
 if TYPE_CHECKING:
     from qcompile.runtime.outputs import RequestOutput
 
@@ -14,7 +16,7 @@ def show(stream: Iterator[RequestOutput], quiet: bool) -> RequestOutput:
     last = None
     for last in stream:
         if not quiet:
-            print(last.outputs[0].new_text, end="", flush=True)
+            console.show_generated(last.outputs[0].new_text)
     assert last is not None, "a stream yields at least the finished output"
     return last
 

@@ -68,7 +68,7 @@ def run_batch(
     if json:
         console.print_json(batch.facts())
     else:
-        print(batch.summary(output))
+        console.show(batch.summary(output))
     _check(batch, output)
 
 

@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 from torch import Tensor, fx
 
 from qcompile import ops
-from qcompile.errors import ResourceError
+from qcompile.errors import ResourceError, escaped
 from qcompile.graph import Graph
 
 ROW, LANE, BOX, MARGIN = 34, 26, 250, 24
@@ -118,7 +118,7 @@ def to_svg(graph: Graph) -> str:
     height = 2 * MARGIN + len(nodes) * ROW
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">',
-        f"<title>{escape(graph.info.name)} at {escape(graph.stage)}</title>",
+        f"<title>{_text(graph.info.name)} at {_text(graph.stage)}</title>",
         f'<rect width="{width}" height="{height}" fill="white"/>',
         *(_draw_edge(edge) for edge in edges),
         *(_draw_node(graph, node, row) for node, row in rows.items()),
@@ -170,5 +170,10 @@ def _draw_node(graph: Graph, node: fx.Node, row: int) -> str:
     label = f"{kind}  {_shape(node)}" if node.op != "output" else kind
     hint = "\n".join([node.name, *weights, _notes(node).strip()]).strip()
     box = f'<rect x="{MARGIN}" y="{top}" width="{BOX}" height="{ROW - 6}" rx="4" fill="{color}" stroke="#777"/>'
-    text = f'<text x="{MARGIN + 8}" y="{top + 18}" font-size="11">{escape(label[:46])}</text>'
-    return f"<g><title>{escape(hint)}</title>{box}{text}</g>"
+    text = f'<text x="{MARGIN + 8}" y="{top + 18}" font-size="11">{_text(label[:46])}</text>'
+    return f"<g><title>{_text(hint)}</title>{box}{text}</g>"
+
+
+def _text(name: str) -> str:
+    """A name of the graph as text of a document, which may have no control characters."""
+    return escape(escaped(name))

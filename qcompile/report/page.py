@@ -16,7 +16,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcompile.errors import QCompileError
+from qcompile.errors import QCompileError, escaped
 from qcompile.report.figures import PARTS
 
 if TYPE_CHECKING:
@@ -224,6 +224,7 @@ def page(report: Json) -> str:
         {"svg.hashsalt": "qcompile", "svg.fonttype": "none", "font.size": 8, "font.family": "sans-serif"}
     )
     template = (Path(__file__).parent / "page.html.jinja").read_text(encoding="utf-8")
+    report = _printable(report)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     total = sum(row["predicted_us"] for row in report["kernels"])
     passes = [("", entry) for entry in report["passes"]]
@@ -231,6 +232,15 @@ def page(report: Json) -> str:
     return environment.from_string(template).render(
         report=report, plots=list(plots(report)), token_us=total, passes=passes
     )
+
+
+def _printable(value: Any) -> Any:
+    """A part of a report with its texts `escaped`: no document may have control characters."""
+    if isinstance(value, dict):
+        return {_printable(key): _printable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_printable(inner) for inner in value]
+    return escaped(value) if isinstance(value, str) else value
 
 
 def main() -> None:

@@ -105,7 +105,8 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             in_range = _real(getattr(self, name)) and abs(getattr(self, name)) <= _MOST_SUBTRACTED
             self._need(name, in_range, f"a number between {-_MOST_SUBTRACTED:g} and {_MOST_SUBTRACTED:g}")
-        self._need("seed", self.seed is None or _whole(self.seed), "None or a whole number")
+        fits = self.seed is None or (_whole(self.seed) and -(2**63) <= self.seed < 2**63)
+        self._need("seed", fits, "None or a whole number of 64 bits")
         for name, least in (("max_tokens", self.prompt_logprobs is None), ("logprobs", 0)):
             value = getattr(self, name)
             fits = value is None or (_whole(value) and value >= least)

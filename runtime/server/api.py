@@ -35,6 +35,8 @@ class BodyPart(BaseModel):
         """Drop nulls, values without effect, and all unknown fields but the first, which is then reported."""
         if not isinstance(body, dict):
             return body
+        if body.get("model", "") is None:
+            raise PydanticCustomError("no_model", "model must be the name of a model, not null")
         nothing = {name for name, values in cls.idle.items() if name in body and body[name] in values}
         given = {name: value for name, value in body.items() if value is not None and name not in nothing}
         known = {field.alias or name for name, field in cls.model_fields.items()}
