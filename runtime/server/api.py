@@ -135,6 +135,7 @@ class Common(SamplingFields, StructureFields):
         **{"reasoning_effort": ("none",), "verbosity": ("medium",), "length_penalty": (1,)},
         **{"use_beam_search": (False,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,)},
         **{"add_generation_prompt": (True,), "chat_template_kwargs": ({},)},
+        **{"prompt_cache_retention": ("in_memory", "24h")},
     }
     n: int | None = None
     best_of: int | None = None

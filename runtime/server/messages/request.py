@@ -155,6 +155,7 @@ class CountRequest(SamplingFields):
 class MessagesRequest(CountRequest):
     """POST /v1/messages."""
 
+    idle: ClassVar[dict[str, tuple[object, ...]]] = {"speed": ("standard",)}
     max_tokens: Count
     stop_sequences: Stops | None = None
     metadata: dict[str, Any] | None = None

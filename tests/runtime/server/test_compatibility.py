@@ -1,0 +1,79 @@
+"""docs/compatibility.md: every field of the APIs, asked for by their own clients, works or is refused by its name.
+
+`pytest --update-golden` writes the page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from tests.runtime.server.test_tools import TEMPLATE, Say, say, serving_with
+from tests.support.anthropic_probes import MESSAGES
+from tests.support.compatibility import Api, RefusedRequest, row
+from tests.support.fake import FakeLibrary
+from tests.support.openai_probes import CHATS, COMPLETIONS, RESPONSES
+
+__all__ = ["say"]
+
+PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
+APIS = (CHATS, COMPLETIONS, RESPONSES, MESSAGES)
+IDS = [api.path for api in APIS]
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[dict[str, Any]]:
+    with serving_with(TEMPLATE) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as one,
+            anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as other,
+        ):
+            yield {api.path: other if api is MESSAGES else one for api in APIS}
+
+
+@pytest.mark.parametrize("api", APIS, ids=IDS)
+def test_every_field_of_the_client_is_asked_for(api: Api) -> None:
+    assert sorted(api.probes) == api.fields
+
+
+@pytest.mark.parametrize("api", APIS, ids=IDS)
+def test_every_field_works_or_is_refused(
+    api: Api, clients: dict[str, Any], say: Say, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    client, computes = clients[api.path], FakeLibrary._run
+    plain = api.asked(client, dict(api.base))
+    assert not isinstance(plain, RefusedRequest), plain
+    rows = []
+    for name in api.fields:
+        for probe in api.probes[name]:
+            if probe.says is not None:
+                say(probe.says)
+            reply = api.asked(client, api.request(name, probe))
+            monkeypatch.setattr(FakeLibrary, "_run", computes)
+            if isinstance(reply, RefusedRequest):
+                assert reply.status in (400, 404) and "\n" not in reply.message
+            elif probe.shows:
+                assert probe.shows(reply, plain), (name, probe.value, reply)
+            rows.append(row(name, probe, reply))
+    assert_page(api.path, rows, bool(request.config.getoption("--update-golden")))
+
+
+def assert_page(path: str, rows: list[str], update: bool) -> None:
+    """Compare the table of an endpoint with the page, or write it there."""
+    text = PAGE.read_text(encoding="utf-8")
+    start = text.index(f"## {path}\n")
+    head = text.index("|---|---|---|\n", start) + len("|---|---|---|\n")
+    found = re.match(r"(\|.*\n)*", text[head:])
+    assert found
+    if update:
+        written = "".join(f"{line}\n" for line in rows)
+        PAGE.write_text(text[:head] + written + text[head + found.end() :], encoding="utf-8")
+        return
+    assert found[0].splitlines() == rows, "docs/compatibility.md: run pytest --update-golden and read what it wrote"
