@@ -466,7 +466,26 @@ def lower(graph: Graph, weights: WeightTable, origin: str = "") -> Program:
         tuple(low.names),
         _kv_layout(graph),
         StateLayout(tuple(layer_state(node) for node in graph.calls("conv_step", "recurrence_step"))),
+        _head(graph),
     )
+
+
+def _head(graph: Graph) -> str | None:
+    """The gemm from which the logits follow, one by one, if its inputs are those of the imported model.
+
+    Passes keep the model's function: where they have not changed the head's weight and bias, its inputs are unchanged.
+    """
+    logits: Any = graph.output.args[0]
+    node: fx.Node = logits[0]
+    while ops.name_of(node.target) != "gemm":
+        read = [each for each in node.all_input_nodes if not graph.is_weight(each)]
+        if len(read) != 1:
+            return None
+        node = read[0]
+    given = ops.operands(node)
+    weight = given.weight.args[0] if ops.name_of(given.weight.target) == "quantize_weight" else None
+    stored = weight is not None and weight.op == "get_attr" and (given.bias is None or given.bias.op == "get_attr")
+    return node.name if stored and given.x.meta["storage"]["rows"] == "outputs" else None
 
 
 def _kv_layout(graph: Graph) -> KVLayout:

@@ -28,6 +28,8 @@ class Program:
     weights: tuple[str, ...]
     kv: KVLayout
     states: StateLayout = field(default_factory=StateLayout)
+    head: str | None = None
+    """The call that computes the logits of a model's final hidden states; None if passes have changed these."""
     _by_name: dict[str, Buffer] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +60,8 @@ class Program:
             "arena_bytes_per_token": self.arena_bytes("tokens"),
             "arena_bytes_per_output": self.arena_bytes("outputs"),
         }
+        if self.head:
+            data["head"] = self.head
         if self.states.layers:
             data["states"] = {"layers": len(self.states.layers), "slot_bytes": self.states.slot_bytes}
         return json.dumps(data, sort_keys=True, indent=1) + "\n"

@@ -21,12 +21,14 @@ from qcompile.runtime.arguments import (
 from qcompile.runtime.chat import Render, closing_tokens
 from qcompile.runtime.chats import ChatOptions, Conversation, conversations_of, with_messages
 from qcompile.runtime.dialogue import dialogue_format
+from qcompile.runtime.embeddings import EmbeddingOptions, Pooling
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
 from qcompile.runtime.evaluate import Evaluation, perplexity
 from qcompile.runtime.options import MAX_BATCH
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.prompts import CheckedPrompt, PromptReader
+from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.params import SamplingParams, plain_number
 from qcompile.runtime.sampling.structured import FORCED, named_as
 from qcompile.runtime.sampling.supported import check_supported
@@ -300,6 +302,21 @@ class LLM:
             for index, start, values in self.engine.forward(rows, chunk or self.executor.limits.max_tokens):
                 result[index, start : start + len(values)] = torch.from_numpy(values)
         return result
+
+    def embed(
+        self, texts: Prompts, *, pooling: Pooling = "last", normalize: bool = True, dimensions: int | None = None
+    ) -> FloatArray:
+        """Embeddings of one text or several (texts or token numbers): float32 [texts, dimensions].
+
+        An embedding is the final hidden state of a text's last token, or with pooling "mean" the mean of those of all
+        its tokens. dimensions: how many of its numbers to keep; None for all. normalize: makes its length 1, after
+        that. Raises UsageError, and UnsupportedError if the artifact gives no hidden states (on a GPU).
+        """
+        how = EmbeddingOptions(pooling, normalize, dimensions)
+        alone = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        tokens = [self.encode(text, params=alone) for text in as_list(texts)]
+        with self._shared.exclusive():
+            return how.embeddings(self.engine, tokens)
 
     def perplexity(
         self,

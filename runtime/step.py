@@ -31,6 +31,17 @@ class SlotCopies(NamedTuple):
     copy: Callable[[int, int], None]
 
 
+class HiddenStates(NamedTuple):
+    """Gives the final hidden states of rows: what the output head reads, after the last norm.
+
+    `step` runs a step of sequences as `StepExecutor.step` does, and returns the hidden states [outputs, width] of its
+    output rows, float32, instead of logits.
+    """
+
+    width: int
+    step: Callable[[Sequence[Rows]], FloatArray]
+
+
 class Rows(NamedTuple):
     """Consecutive tokens of one sequence in one step; the last `outputs` of them give logits."""
 
@@ -107,6 +118,8 @@ class StepExecutor(Protocol):
     """CPU threads that compute; 0 on a GPU."""
     embed_width: int
     """Width of the embeddings that rows may have (`Rows.embeds`); 0 if they may have none."""
+    hidden: HiddenStates | str
+    """Gives hidden states; if the model cannot, the rest of a sentence that says why and what to do."""
     draws: bool
     """Whether steps can sample tokens, apply biases and penalties, and report log probabilities. If so, the "argmax" of
     a sequence is the token that its Draws choose, and its reports are written."""

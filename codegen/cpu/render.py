@@ -42,12 +42,16 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class _RenderedCall:
-    """The statements of a call, the condition for a barrier after it, and whether only outputs follow from it on."""
+    """The statements of a call, the condition for a barrier after it, and whether only outputs follow from it on.
+
+    hidden: the buffer and the width of its inputs, if these are the model's final hidden states.
+    """
 
     name: str
     lines: tuple[str, ...]
     sync: str
     first_output: bool
+    hidden: tuple[str, int] | None
 
 
 def render(program: Program, target: Target) -> str:
@@ -106,8 +110,14 @@ def _rendered_calls(program: Program, barriers: Barriers, statements: Statements
     rendered = []
     for index, call in enumerate(program.calls):
         first = outputs[index] and all(outputs[index:]) and not any(outputs[:index])
-        rendered.append(_RenderedCall(call.name, tuple(statements.of(index)), barriers.after(index), first))
+        hidden = (call.x, call.k) if isinstance(call, Gemm) and call.name == program.head else None
+        rendered.append(_RenderedCall(call.name, tuple(statements.of(index)), barriers.after(index), first, hidden))
     return rendered
+
+
+def _hidden_width(program: Program) -> int:
+    """Width of the final hidden states that the library can give; 0 if it cannot."""
+    return next((call.k for call in program.calls if isinstance(call, Gemm) and call.name == program.head), 0)
 
 
 def _sizes(program: Program, statements: Statements) -> dict[str, Any]:
@@ -124,6 +134,7 @@ def _sizes(program: Program, statements: Statements) -> dict[str, Any]:
         "widest": widest,
         "expert_k": max((call.k for call in experts), default=0),
         "expert_n": max((call.rows for call in experts), default=0),
+        "hidden_width": _hidden_width(program),
         "rope_tables": tables,
         "rope_floats": tables[-1].offset + rope_stride(tables[-1].rotary_dim) if tables else 0,
     }
@@ -141,6 +152,7 @@ def _description(program: Program, target: Target) -> str:
         "embed_width": next(
             (program.buffer(c.out).width for c in program.calls if isinstance(c, Embed) and c.given), 0
         ),
+        "hidden_width": _hidden_width(program),
         "kv": {
             "format": kv.format,
             "layers": kv.layers,

@@ -20,7 +20,7 @@ from qcompile.runtime.sampling.draws import Draws
 from qcompile.runtime.sampling.logprobs import alternatives_of
 from qcompile.runtime.sampling.masks import GrammarState
 from qcompile.runtime.sampling.penalties import Penalties
-from qcompile.runtime.step import RATES, Limits, Rate, Rows, SlotCopies
+from qcompile.runtime.step import RATES, HiddenStates, Limits, Rate, Rows, SlotCopies
 
 FILL_MASK = ctypes.CFUNCTYPE(
     None, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32
@@ -183,6 +183,8 @@ def bind(library: Any) -> None:
         "qc_probe": (ctypes.c_double, [handle, i32]),
         "qc_close": (None, [handle]),
     }
+    if hasattr(library, "qc_hidden"):
+        signatures["qc_hidden"] = (ctypes.c_int, [handle, batch, ctypes.c_void_p])
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -226,6 +228,7 @@ class Executor:
         if self.description.get("abi") != CPU_ABI:
             raise ArtifactError(f"library interface {self.description.get('abi')}, this qcompile has {CPU_ABI}")
         self.embed_width: int = self.description.get("embed_width", 0)
+        self.hidden = self._hidden_states()
         self._check(len(pointers), kv)
         slot_bytes = self.description.get("slot_bytes", 0)
         self.state_slots = self.states.size // slot_bytes if self.states and slot_bytes else 0
@@ -255,6 +258,14 @@ class Executor:
         wrong += ["max_position"] * (description.get("max_position", limits.max_position) < limits.max_position)
         if wrong:
             raise ArtifactError(f"the artifact's manifest and library differ in {wrong[0]}; build it again")
+
+    def _hidden_states(self) -> HiddenStates | str:
+        width = self.description.get("hidden_width")
+        if width:
+            return HiddenStates(width, self._step_hidden)
+        if width is None:
+            return "it was built by an earlier version of qcompile: build it again"
+        return "passes have changed them: build it with a recipe without rotate, fold_norms and smooth, such as w4a8"
 
     def _allocate(self) -> None:
         rows = self.limits.max_tokens
@@ -325,6 +336,16 @@ class Executor:
         if status:
             raise RuntimeError(f"qc_step refused its arguments ({status})")
         return self._argmax[:outputs], self._logits[:outputs] if logits else None
+
+    def _step_hidden(self, sequences: Sequence[Rows]) -> FloatArray:
+        """Run one step. Returns the hidden states [outputs, width] of the output rows."""
+        outputs = self._fill(sequences, ())
+        self._batch.logits = None
+        found: FloatArray = np.empty((max(outputs, 1), self.description["hidden_width"]), np.float32)
+        status = self.library.qc_hidden(self.handle, self._reference, found.ctypes.data)
+        if status:
+            raise RuntimeError(f"qc_hidden refused its arguments ({status})")
+        return found[:outputs]
 
     def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
         """`steps` tokens for each sequence (one row each), fed back without returning to Python.

@@ -25,7 +25,7 @@ from qcompile.runtime.cuda.profile import LaunchTimes
 from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.draws import Draws
-from qcompile.runtime.step import Limits, Rate, Rows, SlotCopies
+from qcompile.runtime.step import HiddenStates, Limits, Rate, Rows, SlotCopies
 
 _PEAKS = {"memory": "memory_gb_s", "int8": "int8_gops", "f32": "f32_gflops", "bf16": "bf16_gflops"}
 """Names of peak rates in a plan, in the order of `probe`."""
@@ -40,6 +40,7 @@ class CudaExecutor:
     """
 
     threads, draws, asks_for_masks, overlaps, embed_width = 0, True, False, True, 0
+    hidden: HiddenStates | str = "kernels of GPUs do not return them: build for a CPU"
     copies: SlotCopies | None = None
 
     def __init__(

@@ -15,9 +15,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from qcompile.runtime.detokenizer import Detokenizer
+from qcompile.runtime.embeddings import Pooling
 from qcompile.runtime.engine.bans import BanReader
 from qcompile.runtime.engine.blocks import BlockPool
-from qcompile.runtime.engine.forward import sequence_logits
+from qcompile.runtime.engine.forward import pooled_states, sequence_logits
 from qcompile.runtime.engine.pending import PendingStep
 from qcompile.runtime.engine.postprocess import Postprocessor, Update
 from qcompile.runtime.engine.runner import StepRunner
@@ -214,3 +215,8 @@ class Engine:
         """Logits of every position of sequences of equal length: see `sequence_logits`."""
         self._finish_pending()
         yield from sequence_logits(self.executor, self.scheduler, sequences, chunk)
+
+    def pooled(self, texts: Sequence[Sequence[int]], pooling: Pooling) -> FloatArray:
+        """Pooled hidden states of texts, float32 [texts, width]: see `pooled_states`."""
+        self._finish_pending()
+        return pooled_states(self.executor, self.scheduler, texts, pooling)

@@ -32,6 +32,7 @@ from qcompile.runtime.server.asking import Asker
 from qcompile.runtime.server.chat_api import ChatRequest
 from qcompile.runtime.server.chat_replies import ChatReply
 from qcompile.runtime.server.connections import DEFAULT_LIMITS, ConnectionLimits, limited_protocol
+from qcompile.runtime.server.embeddings import EmbeddingsRoute
 from qcompile.runtime.server.errors import add_error_handlers, refused
 from qcompile.runtime.server.exchanges import ExchangeRecorder, Sink
 from qcompile.runtime.server.messages.routes import MessagesRoutes
@@ -193,6 +194,7 @@ def create_app(served: Served, service: Service) -> FastAPI:
     guarded.post("/v1/chat/completions")(handlers.chat)
     ResponsesRoutes(handlers.asker).add_to(guarded)
     MessagesRoutes(handlers.asker).add_to(guarded)
+    EmbeddingsRoute(handlers.asker, service, served.llm.engine).add_to(guarded)
     if served.page:
         llm = served.llm
         facts = page_facts(served.name, llm.context, served.template is not None, llm.sampling_defaults)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -27,6 +27,7 @@ from qcompile.runtime.tokenizer import encode
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+Result = TypeVar("Result")
 _ENCODED_AT_ONCE, _FOR_A_PROMPT = 2000, 100
 """Most characters, or tokens, that are encoded at once: a thread would cost more time. Each prompt counts as the second
 number of characters in addition."""
@@ -91,13 +92,13 @@ class Asker:
         structure_field: the field of the request that structured outputs come from; None for `structured_outputs`.
         """
         self.service.admit(len(prompts) * params.generated.n, params)
-        tokens = await self._encoded(prompts, special, params)
+        tokens = await self.encoded(prompts, special, params)
         # Compiled in a thread, as it may take longer than other responses should wait.
         with named_as(structure_field):
             grammar = await run_in_threadpool(self.grammars.compile, params.structure) if params.structure else None
         return self.service.submit(tokens, params, partial, grammar)
 
-    async def _encoded(self, prompts: Sequence[Prompt], special: bool, params: SamplingParams) -> list[list[int]]:
+    async def encoded(self, prompts: Sequence[Prompt], special: bool, params: SamplingParams) -> list[list[int]]:
         """The prompts' tokens. Long texts are encoded in a thread, so that other responses continue."""
 
         def encoded() -> list[list[int]]:
@@ -109,16 +110,7 @@ class Asker:
 
     async def outputs(self, request: Request, answer: OutputStream) -> list[RequestOutput] | None:
         """The finished outputs; None if the client of the request disconnects first, which cancels the answer."""
-        task = asyncio.ensure_future(self._collect(answer))
-        gone = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-            return task.result() if task.done() else None
-        finally:
-            for one in (task, gone):
-                one.cancel()
-            with contextlib.suppress(asyncio.CancelledError, QCompileError):
-                await task
+        return await unless_gone(request, self._collect(answer))
 
     async def _collect(self, answer: OutputStream) -> list[RequestOutput]:
         outputs = []
@@ -129,6 +121,20 @@ class Asker:
         finally:
             answer.cancel()
         return outputs
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of `work`; if the client of the request disconnects first, cancels `work` and returns None."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        with contextlib.suppress(asyncio.CancelledError, QCompileError):
+            await task
 
 
 async def _disconnected(request: Request) -> None:

@@ -10,7 +10,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from qcompile.errors import BusyError, LongPromptError, OverflowedError, QCompileError, UsageError, shown
+from qcompile.errors import (
+    BusyError,
+    LongPromptError,
+    OverflowedError,
+    QCompileError,
+    UnsupportedError,
+    UsageError,
+    shown,
+)
 from qcompile.runtime.server import api
 
 MESSAGES = "/v1/messages"
@@ -51,6 +59,8 @@ async def refused(request: Request, error: Exception) -> JSONResponse:
     """The response to an error of qcompile."""
     if isinstance(error, NotFoundError):
         return _response(request, 404, str(error), code=error.code, param=error.param)
+    if isinstance(error, UnsupportedError) and not isinstance(error, OverflowedError):
+        return _response(request, 400, str(error))
     if isinstance(error, UsageError):
         code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
         return _response(request, 400, str(error), code=code)

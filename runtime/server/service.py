@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from qcompile.errors import BusyError, QCompileError, ResourceError, UsageError
 from qcompile.runtime.engine.samples import PromptSamples
@@ -17,6 +20,7 @@ from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.params import SamplingParams
 
+Result = TypeVar("Result")
 _PIECE_SECONDS, _MOST_PIECE_SECONDS = 170e-6, 48e-3
 """Shortest time between two pieces of a stream: the first number for each running sample, at most the second. To make
 and send a piece takes about a third of the first number, during which the engine's thread may have to wait."""
@@ -72,7 +76,8 @@ class Service:
         # Called in the engine's thread, too, for each cancelled prompt.
         self.cancelled: Callable[[RequestOutput], None] = lambda output: None
         self._jobs: dict[Job, int] = {}  # unfinished jobs, with their numbers of samples
-        self._commands: SimpleQueue[tuple[Callable[[Job], None], Job] | None] = SimpleQueue()
+        self._calls: dict[_EngineCall, None] = {}  # unfinished
+        self._commands: SimpleQueue[tuple[Callable[[Any], None], Job | _EngineCall] | None] = SimpleQueue()
         self._owner: dict[int, tuple[Job, PromptSamples]] = {}  # by request id
         self._grown: dict[tuple[Job, PromptSamples], None] = {}  # prompts with tokens that are not published yet
         llm.lend()
@@ -123,6 +128,26 @@ class Service:
         self._commands.put((self._start, job))
         return Answer(self, job)
 
+    async def call(self, work: Callable[[], Result]) -> Result:
+        """Run `work`, which may use the engine, between two steps, and return its result. Call it on an event loop.
+
+        Raises the errors of qcompile that it does, BusyError if too many calls wait, ResourceError when the engine has
+        ended.
+        """
+        self.check()
+        if len(self._calls) >= self.most:
+            raise BusyError(f"{len(self._calls)} requests wait already, of at most {self.most}: try again later")
+        call = _EngineCall(work, asyncio.get_running_loop())
+        self._calls[call] = None
+        try:
+            self._commands.put((_EngineCall.run, call))
+            if self.ended:  # perhaps before it saw this call
+                call.fail()
+            result: Result = await call.future
+            return result
+        finally:
+            self._calls.pop(call, None)
+
     def drop(self, job: Job) -> None:
         """Cancel the unfinished prompts of a job."""
         if self._jobs.pop(job, None):
@@ -154,6 +179,8 @@ class Service:
             self.failed(error)
         self.llm.lend(False)
         self.ended = True
+        for call in list(self._calls):
+            call.fail()
         _wake(list(self._jobs))
 
     def _run_commands(self) -> bool:
@@ -210,6 +237,40 @@ class Service:
     def _forget(self, samples: PromptSamples) -> None:
         for request in samples.requests:
             self._owner.pop(request.id, None)
+
+
+@dataclass(eq=False)
+class _EngineCall:
+    """Work for the engine's thread. `future` has its result or error; a call whose waiter has gone is not run."""
+
+    work: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+
+    def __post_init__(self) -> None:
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+
+    def run(self) -> None:
+        """Run the work, in the engine's thread."""
+        if self.future.done():
+            return
+        try:
+            result = self.work()
+        except QCompileError as error:
+            self._end(partial(self.future.set_exception, error))
+        else:
+            self._end(partial(self.future.set_result, result))
+
+    def fail(self) -> None:
+        """End the call because the engine has ended."""
+        self._end(partial(self.future.set_exception, ResourceError("the server is closing")))
+
+    def _end(self, act: Callable[[], None]) -> None:
+        def end() -> None:
+            if not self.future.done():
+                act()
+
+        with contextlib.suppress(RuntimeError):  # if the loop is closed, nobody waits
+            self.loop.call_soon_threadsafe(end)
 
 
 class Answer:

@@ -7,6 +7,7 @@ constexpr int kHeadDim = 32;
 constexpr KvPlace kLayers[] = {{2, 32, 0}};
 constexpr int64_t kTokenBytes = 4224, kOutputBytes = 512;
 constexpr int64_t kRopeFloats = 32;
+constexpr int kHidden = 96;  // of the final hidden states, 0 if they cannot be given
 constexpr int kFewRows = 48, kOwnRows = 64;
 constexpr size_t kOwnBytes = (size_t)(kTokenBytes + kOutputBytes) * kOwnRows;
 constexpr int kWidest = 256;  // elements of the longest row
@@ -15,7 +16,7 @@ constexpr size_t kScratchBytes = kOwnScratchBytes + expert_scratch_bytes(0, 0);
 constexpr int64_t kSlotNumbers = 0;  // of a sequence's states
 constexpr int kLoggedRows = 32;                       // rows of a step that may be taken back
 static_assert(kv_page_bytes(kKv, kLayers) == 10240, "the runtime sizes pages by this");
-static const char kDescription[] = "{\"abi\": 9, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"embed_width\": 0, \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
+static const char kDescription[] = "{\"abi\": 9, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"embed_width\": 0, \"hidden_width\": 96, \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
 // ---- the program ---------------------------------------------------------------------------------
 // h: f32 [tokens, 96]
 // 0.qkv: f32 [tokens, 256]
@@ -123,6 +124,7 @@ static void step(Model& m, int tid) {
   s.done(12, !s.few[kOutputs]);
 
   // head
+  if (m.hidden) return get_rows(s.mine(kOutputs, false), v_final, 96, m.hidden);
   Gemm g13{b.outputs, 203, 96, s.weight<void>(18)};
   g13.scale = s.weight<float>(19);
   g13.zero = s.weight<uint8_t>(20);

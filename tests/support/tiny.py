@@ -155,13 +155,20 @@ class _Builder:
         self.calls.append(Norm("norm", "rms", last, final, 1e-6, self.vector("norm", w["norm"])))
         self.gemm("head", w["head"], final, epilogue="logits")
         kv = KVLayout(t.kv, t.layers, t.kv_heads, t.head_dim)  # type: ignore[arg-type]
-        return Program(t.vocab, t.max_position, tuple(self.buffers), tuple(self.calls), tuple(self.blobs), kv)
+        parts = tuple(self.buffers), tuple(self.calls), tuple(self.blobs)
+        return Program(t.vocab, t.max_position, *parts, kv, head="head")
 
 
 def build(tiny: Tiny) -> tuple[Program, dict[str, Tensor]]:
     """The program, and its packed weights by name in order."""
     builder = _Builder(tiny)
     return builder.program(), builder.blobs
+
+
+def head_weight(tiny: Tiny) -> Tensor:
+    """The head's weight [vocab, hidden] as kernels read it, float64."""
+    format = weight_format(tiny.format)
+    return format.dequantize(format.quantize(tiny.weights()["head"]), tiny.hidden).double()
 
 
 def reference(tiny: Tiny, tokens: Sequence[int]) -> np.ndarray:
@@ -289,6 +296,14 @@ class Runner:
         assert self.library.qc_step(self.handle, ctypes.byref(batch)) == 0
         np.testing.assert_array_equal(arrays["argmax"], arrays["logits"].argmax(-1))
         return arrays["logits"]
+
+    def hidden(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> np.ndarray:
+        """Final hidden states [rows, hidden] of one step."""
+        batch, arrays = self.batch(chunks, rows)
+        found = np.full((batch.outputs, self.tiny.hidden), np.nan, np.float32)
+        assert self.library.qc_hidden(self.handle, ctypes.byref(batch), found.ctypes.data) == 0
+        assert np.isnan(arrays["logits"]).all() and (arrays["argmax"] == -1).all()
+        return found
 
     def forward(self, tokens: Sequence[int], pages: Sequence[int], chunk: int) -> np.ndarray:
         """Logits of a whole sequence, `chunk` tokens a step."""

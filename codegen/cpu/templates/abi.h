@@ -112,6 +112,9 @@ QC_API int qc_step(void* model, const qc_batch* batch);  // 0 done, 1 invalid ar
 // Decodes `steps` tokens per sequence (tokens == sequences == outputs), each fed back as the next input.
 // Token i of sequence s goes to out[i * S + s]. The block tables must already have room. 0 done, 1 invalid argument.
 QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t* out);
+// A step that writes the final hidden states of the output rows, [R][kHidden], instead of logits and argmax. Artifacts
+// built before it was added do not have it. 0 done, 1 invalid argument or no hidden states.
+QC_API int qc_hidden(void* model, const qc_batch* batch, float* out);
 QC_API int qc_speculate(const qc_speculation*);  // 0 done, 1 invalid argument
 QC_API int qc_profile(void* model, int32_t on);   // start or stop timing calls; both reset the counters
 QC_API int qc_profile_read(void* model, double* seconds, int64_t* counts, int32_t n);

@@ -213,6 +213,17 @@ QC_API int qc_step(void* model, const qc_batch* batch) {
   return 0;
 }
 
+QC_API int qc_hidden(void* model, const qc_batch* batch, float* out) {
+  if (!kHidden || !model || !out || !valid(*(Model*)model, batch, 1)) return 1;
+  Model& m = *(Model*)model;
+  qc_batch b = *batch;
+  b.argmax = nullptr, b.draws = nullptr;
+  m.hidden = out;
+  run_batch(m, b);
+  m.hidden = nullptr;
+  return 0;
+}
+
 QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t* out) {
   if (!model || !out || steps < 1 || !valid(*(Model*)model, batch, steps)) return 1;
   Model& m = *(Model*)model;

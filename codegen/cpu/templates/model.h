@@ -29,6 +29,7 @@ struct Model {
   char* scratch;                   // [threads][kScratchBytes]
   char* draws;                     // [threads][Sampler::bytes(vocab)]
   int32_t* times;                  // [threads][vocab] zeros, for penalties
+  float* hidden;                   // of qc_hidden: where the final hidden states go in place of logits; else null
   float* plain;                    // [threads][vocab] logits before penalties, for reports
   uint32_t* masks;                 // [outputs][mask_words(vocab)] of the running step's rows that have one
   int32_t* feedback;               // token ids, positions and rows of qc_decode, [3][capacity]

@@ -52,6 +52,29 @@ QC_INLINE void put(uint16_t* out, int t, const float* row, int width) {
   for (int i = 0; i < kp; i += 16) store(out + (int64_t)t * kp + i, f32_to_bf16(load<f32x16>(row + i)));
 }
 
+// get(x, t, row, width): the elements of a stored row as floats, without the padding.
+
+QC_INLINE void get(const float* x, int t, float* row, int width) {
+  memcpy(row, x + (int64_t)t * gemm_kp(width), (size_t)width * sizeof(float));
+}
+
+QC_INLINE void get(const uint16_t* x, int t, float* row, int width) {
+  for (int i = 0; i < width; ++i) {
+    const uint32_t bits = (uint32_t)x[(int64_t)t * gemm_kp(width) + i] << 16;
+    memcpy(row + i, &bits, sizeof bits);
+  }
+}
+
+QC_INLINE void get(const Q8Rows& x, int t, float* row, int width) {
+  for (int i = 0; i < width; ++i)
+    row[i] = x.q[(int64_t)t * gemm_kp(width) + i] * x.scale[(int64_t)t * x.scales + i / x.kind.scale_group];
+}
+
+template <class Rows>
+QC_INLINE void get_rows(Range rows, const Rows& x, int width, float* out) {
+  for (int t = rows.begin; t < rows.end; ++t) get(x, t, out + (int64_t)t * width, width);
+}
+
 // Scale of elements begin .. end - 1: max |row| / top (1 where all are zero).
 QC_INLINE float scale_of(const float* row, int begin, int end, float top) {
   f32x16 top0{}, top1{};

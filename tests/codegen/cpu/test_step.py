@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from qcompile.targets import TARGETS, get_target, missing_flags
-from tests.support.tiny import Chunk, Runner, Tiny, reference
+from tests.support.tiny import Chunk, Runner, Tiny, head_weight, reference
 
 TOKENS = np.random.default_rng(7).integers(0, 203, 150).tolist()
 FORMATS = {
@@ -98,6 +98,24 @@ def test_rows_are_bitwise_independent_of_the_step(opened: Open, name: str) -> No
         for chunk in chunks:
             rows = model.forward(TOKENS[:count], [9, 4, 11], chunk)
             np.testing.assert_array_equal(rows, whole[:count], f"{threads=} {chunk=}")
+
+
+@pytest.mark.parametrize("tiny", [*FORMATS.values(), SHAPES["odd widths"]], ids=[*FORMATS, "odd widths"])
+def test_hidden_states_are_what_the_head_reads(opened: Open, tiny: Tiny) -> None:
+    """Their products with the head's weight are the logits, and their bits depend on nothing else in the step."""
+    tokens = [token % tiny.vocab for token in TOKENS[:70]]
+    model = opened(tiny, threads=2)
+    whole = model.hidden([Chunk(tokens, 0, [3, 1])])
+    logits = model.step([Chunk(tokens, 0, [3, 1])])
+    # Sums of at most 96 products in float32.
+    np.testing.assert_allclose(whole @ head_weight(tiny).T.numpy(), logits, atol=2e-5, rtol=1e-5)
+    for chunk in (1, 3, 64):
+        starts = range(0, len(tokens), chunk)
+        rows = np.concatenate([model.hidden([Chunk(tokens[at : at + chunk], at, [4, 0])]) for at in starts])
+        np.testing.assert_array_equal(rows, whole)
+    some = model.hidden([Chunk(tokens[5:25], 0, [2]), Chunk(tokens[:60], 0, [5])], [19, 20, 79])
+    np.testing.assert_array_equal(some[1:], whole[[0, 59]])
+    assert len(model.hidden([Chunk(tokens[:9], 0, [2])], [])) == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)

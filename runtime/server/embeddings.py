@@ -1,0 +1,109 @@
+"""POST /v1/embeddings in OpenAI's format."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from qcompile.errors import UsageError
+from qcompile.runtime.arguments import Prompt
+from qcompile.runtime.embeddings import EmbeddingOptions, Pooling, PoolingEngine
+from qcompile.runtime.sampling.arrays import FloatArray
+from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.server.api import BodyPart
+from qcompile.runtime.server.asking import Asker, unless_gone
+
+MOST_INPUTS = 2048
+"""Most texts of a request, as at OpenAI."""
+Result = TypeVar("Result")
+
+
+class Calling(Protocol):
+    """What is needed of a Service."""
+
+    async def call(self, work: Callable[[], Result]) -> Result: ...
+
+
+class EmbeddingsRequest(BodyPart):
+    """POST /v1/embeddings: one text or several, each a text or token numbers.
+
+    pooling, normalize: as in `LLM.embed`. user: identifies the caller, without effect.
+    """
+
+    idle: ClassVar[dict[str, tuple[object, ...]]] = {"priority": (0,)}
+    model: str | None = None
+    input: Any  # checked where it is encoded: errors are clearer than those of a union type
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    pooling: Pooling = "last"
+    normalize: bool = True
+    truncate_prompt_tokens: int | None = None
+    user: str | None = None
+
+    def texts(self) -> list[Prompt]:
+        """The texts. Raises UsageError for none, or too many."""
+        given = self.input
+        several = isinstance(given, list) and not (given and all(type(token) is int for token in given))
+        listed = list(given) if several else [given]
+        if not 1 <= len(listed) <= MOST_INPUTS:
+            raise UsageError(f"input has {len(listed)} texts: give 1 to {MOST_INPUTS}")
+        return listed
+
+    def shown(self, embedding: FloatArray) -> list[float] | str:
+        """An embedding [dimensions] in the format that is asked for."""
+        if self.encoding_format == "float":
+            return [float(number) for number in embedding]
+        return base64.b64encode(embedding.astype("<f4").tobytes()).decode()
+
+
+class EmbeddingsRoute:
+    """The handler. engine: that of the service."""
+
+    def __init__(self, asker: Asker, service: Calling, engine: PoolingEngine) -> None:
+        self._asker, self._service, self._engine = asker, service, engine
+
+    def add_to(self, router: APIRouter) -> None:
+        """Add the route to a router."""
+        router.post("/v1/embeddings")(self.embed)
+
+    async def embed(self, asked: EmbeddingsRequest, request: Request) -> Response:
+        """POST /v1/embeddings."""
+        self._asker.check_model(asked.model)
+        how = EmbeddingOptions(asked.pooling, asked.normalize, asked.dimensions)
+        how.check(self._engine)
+        # A prompt alone: no token has to fit behind it.
+        alone = SamplingParams(max_tokens=0, prompt_logprobs=0, truncate_prompt_tokens=asked.truncate_prompt_tokens)
+        tokens = await self._asker.encoded(asked.texts(), True, alone)
+        found = await unless_gone(request, self._embeddings(how, tokens))
+        if found is None:
+            return Response(status_code=499)  # nobody reads it; proxies log this status for it
+        data = [
+            {"object": "embedding", "index": index, "embedding": asked.shown(embedding)}
+            for index, embedding in enumerate(found)
+        ]
+        count = sum(map(len, tokens))
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return JSONResponse({"object": "list", "data": data, "model": self._asker.name, "usage": usage})
+
+    async def _embeddings(self, how: EmbeddingOptions, texts: Sequence[list[int]]) -> list[FloatArray]:
+        """The embeddings of texts, as many at a time as a step has rows for: other requests run in between."""
+        found: list[FloatArray] = []
+        for group in _groups(texts, self._engine.executor.limits.max_tokens):
+            found.extend(await self._service.call(partial(how.embeddings, self._engine, group)))
+        return found
+
+
+def _groups(texts: Sequence[list[int]], most: int) -> Iterator[list[list[int]]]:
+    """Consecutive texts of at most so many tokens together, or one longer text."""
+    group: list[list[int]] = []
+    for text in texts:
+        if group and sum(map(len, group)) + len(text) > most:
+            yield group
+            group = []
+        group.append(text)
+    yield group
