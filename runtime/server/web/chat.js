@@ -34,10 +34,7 @@ class Chat {
     });
     byId("new-chat").addEventListener("click", () => this.clear());
     byId("probabilities").addEventListener("click", () => this.toggleTokens());
-    byId("key-form").addEventListener("submit", () => {
-      this.connection.useKey(byId("key").value);
-      this.start();
-    });
+    byId("key-form").addEventListener("submit", () => this.useKey(byId("key").value));
     byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
   }
 
@@ -75,6 +72,13 @@ class Chat {
     byId("key").value = "";
     byId("key-hint").textContent = this.connection.key ? "The server did not take the last one. A key is kept until this tab is closed." : "It is kept until this tab is closed, and sent to this server alone.";
     if (!byId("key-dialog").open) byId("key-dialog").showModal();
+  }
+
+  /** Try a key; the message that the server refused without it, if there is one, is sent again. */
+  async useKey(key) {
+    this.connection.useKey(key);
+    const last = this.turns.at(-1);
+    if ((await this.start()) && last?.reply.error?.status === 401) this.again(last);
   }
 
   get plain() {

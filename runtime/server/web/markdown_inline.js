@@ -28,7 +28,6 @@ class InlineReader {
     this.at = 0;
     this.pieces = []; // texts, nodes, and marks: { mark, count, opens, closes }
     this.brackets = []; // places in `pieces` of "[" that may begin a link
-    this.unclosed = new Set(); // lengths of backtick runs that nothing closes from here on
     this.marks = 0;
   }
 
@@ -70,28 +69,31 @@ class InlineReader {
     return this.add("\\");
   }
 
+  /** A run of backticks, and what is between it and the next run of its length. Few lengths are never closed. */
   code() {
-    const run = /^`+/.exec(this.text.slice(this.at, this.at + 64))[0];
-    if (!this.unclosed.has(run.length)) {
-      for (let end = this.text.indexOf(run, this.at + run.length); end >= 0; end = this.text.indexOf(run, end)) {
-        let past = end;
-        while (this.text[past] === "`") past += 1;
-        if (past - end === run.length) {
-          const inside = this.text.slice(this.at + run.length, end).replaceAll("\n", " ");
-          const padded = inside.startsWith(" ") && inside.endsWith(" ") && inside.trim();
-          const code = padded ? inside.slice(1, -1) : inside;
-          return this.node({ tag: "code", children: [code] }, past - this.at);
-        }
-        end = past;
+    const run = this.text.slice(this.at, this.pastRun(this.at));
+    for (let end = this.text.indexOf(run, this.at + run.length); end >= 0; end = this.text.indexOf(run, end)) {
+      const past = this.pastRun(end);
+      if (past - end === run.length) {
+        const inside = this.text.slice(this.at + run.length, end).replaceAll("\n", " ");
+        const padded = inside.startsWith(" ") && inside.endsWith(" ") && inside.trim();
+        const code = padded ? inside.slice(1, -1) : inside;
+        return this.node({ tag: "code", children: [code] }, past - this.at);
       }
-      this.unclosed.add(run.length);
+      end = past;
     }
     return this.add(run);
   }
 
+  /** Where a run of one letter ends. */
+  pastRun(at) {
+    let past = at;
+    while (this.text[past] === this.text[at]) past += 1;
+    return past;
+  }
+
   mark(letter) {
-    let end = this.at;
-    while (this.text[end] === letter) end += 1;
+    const end = this.pastRun(this.at);
     const count = end - this.at;
     const before = this.at ? this.text[this.at - 1] : " ";
     const after = this.text[end] ?? " ";

@@ -19,6 +19,7 @@ class ReplyView {
     this.plain = plain;
     this.actions = actions; // { again, retry }
     this.asTokens = false;
+    this.openedItself = false; // how reasoning was last shown, unless the reader changed that
     this.again = null; // the button, once the reply has ended
     this.said = element("div", { className: plain ? "said" : "said markdown" });
     this.thought = element("div");
@@ -35,12 +36,20 @@ class ReplyView {
   show() {
     const { reply } = this;
     this.waiting.hidden = reply.ended !== null || reply.content !== "" || reply.reasoning !== "";
-    this.reasoning.hidden = reply.reasoning === "";
+    this.showReasoning();
     this.thought.textContent = reply.reasoning.trim();
     if (this.plain) this.said.textContent = reply.content;
     else showMarkdown(this.said, reply.content);
     this.said.hidden = reply.content === "" || this.asTokens;
     this.numbers.textContent = reply.numbers().join(" · ");
+  }
+
+  /** Reasoning is open until what it leads to begins, unless the reader opens or closes it. */
+  showReasoning() {
+    const { content, reasoning, ended } = this.reply;
+    const open = content === "" && ended === null;
+    this.reasoning.hidden = reasoning === "";
+    if (this.reasoning.open === this.openedItself) this.reasoning.open = this.openedItself = open;
   }
 
   /** Show that the reply has ended: what can be done with it, and its error if it has one. */
@@ -53,12 +62,19 @@ class ReplyView {
     this.buttons.hidden = false;
     this.show();
     if (reply.ended === "stop" && !reply.content && !reply.reasoning) this.numbers.append(" · the reply is empty");
-    if (reply.error) {
-      const retry = element("button", { type: "button" }, reply.error.status === 401 ? "Enter the key" : "Try again");
-      retry.addEventListener("click", this.actions.retry);
-      const shown = element("div", { className: "error", attributes: { role: "alert" } }, element("span", {}, sentence(reply.error.message)), retry);
-      this.element.append(shown);
-    }
+    if (reply.error) this.element.append(this.errorElement(reply.error));
+  }
+
+  /** What went wrong, and a button to try again where that may help. */
+  errorElement({ message, status, code }) {
+    const long = code === "context_length_exceeded";
+    const text = long ? `${sentence(message)}. Edit the message, or begin a new chat.` : sentence(message);
+    const shown = element("div", { className: "error", attributes: { role: "alert" } }, element("span", {}, text));
+    if (long) return shown;
+    const retry = element("button", { type: "button" }, status === 401 ? "Enter the key" : "Try again");
+    retry.addEventListener("click", this.actions.retry);
+    shown.append(retry);
+    return shown;
   }
 
   /** Offer to generate the reply anew, or not; after an error there is another button for that. */

@@ -60,7 +60,7 @@ def test_each_response_is_a_line(llm: LLM) -> None:
         client.ask("/v1/completions?x=1", asked, **key, **{"X-Request-Id": "a\xe9"})
         client.open("/v1/completions", asked | {"stream": True}, **key).read()
         client.ask("/v1/models")
-        client.ask("/a%0Ab%22")
+        client.ask("/a%0Ab%22" + "c" * 5000)
         for _ in range(2):
             client.ask("/health")
         client.open("/metrics").read()
@@ -68,7 +68,7 @@ def test_each_response_is_a_line(llm: LLM) -> None:
     assert '127.0.0.1 "POST /v1/completions" 200 ' in whole and whole.endswith(' s, 3 + 10 tokens, id "a\\u00e9"')
     assert streamed.endswith(" s, 3 + 10 tokens") and " info " in streamed
     assert '"GET /v1/models" 401 ' in refused and "tokens" not in refused
-    assert r'"GET /a\nb\"" 404 ' in unknown
+    assert r'"GET /a\nb\"ccc' in unknown and 'c" 404 ' in unknown and len(unknown) < 400
     assert "geheim" not in "".join(lines())
 
 

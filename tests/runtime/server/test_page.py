@@ -44,6 +44,7 @@ def test_the_browser_may_run_its_scripts_alone(llm: LLM) -> None:
     allowed = dict(part.split(" ", 1) for part in response.getheader("content-security-policy", "").split("; "))
     assert allowed["default-src"] == allowed["base-uri"] == allowed["frame-ancestors"] == "'none'"
     assert allowed["connect-src"] == "'self'" and allowed["require-trusted-types-for"] == "'script'"
+    assert allowed["trusted-types"] == "'none'"
     for tag, name in (("script", "script-src"), ("style", "style-src")):
         inside = re.findall(rf"<{tag}>(.*?)</{tag}>", document, re.DOTALL)
         hashed = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in inside]

@@ -163,69 +163,50 @@ table thead tbody tr th td
 """
 
 
+def test_what_is_above_stays_while_a_text_grows(browser: Browser, address: str) -> None:
+    """A selection there would be lost with its elements; a block of code that grows keeps its place, too."""
+    with opened(browser, address) as page:
+        kept = page.evaluate(
+            """() => {
+              const container = document.createElement("div");
+              showMarkdown(container, "one\\n\\n```c\\nint a;");
+              const [above, code] = container.children;
+              showMarkdown(container, "one\\n\\n```c\\nint a;\\nint b;\\n```\\n\\nmore");
+              return [container.children[0] === above, container.children[1] === code, container.innerText];
+            }"""
+        )
+    assert kept[:2] == [True, True] and "int a;\nint b;" in kept[2] and kept[2].endswith("more")
+
+
+PARTS = [*"*_`[)<>\n|#a \\\t🙂", "**", "```", "](", "![", "\n\n", "- ", "1. ", "> ", "-|-", "~~", "    ", "\u202e"]
+PARTS += ["<img src=x onerror=alert(1)>", "javascript:", "https://x.y/"]
+LONG = [*"[|~", "](", "*a ", "**a", "``````` ", "> ", "- ", "_a_ ", "<https://", "  \n", "[a](", "# ", "a*", "http"]
+
+
 def test_no_text_becomes_anything_else(browser: Browser, address: str) -> None:
     """Whatever is written: only these elements, links to the web alone, and all of it soon."""
     draw = random.Random(1)
-    parts = [
-        "*",
-        "**",
-        "_",
-        "`",
-        "```",
-        "[",
-        "](",
-        ")",
-        "![",
-        "<",
-        ">",
-        "\n",
-        "\n\n",
-        "- ",
-        "1. ",
-        "> ",
-        "|",
-        "-|-",
-        "#",
-    ]
-    parts += [
-        "a",
-        " ",
-        "\\",
-        "~~",
-        "<img src=x onerror=alert(1)>",
-        "javascript:",
-        "https://x.y/",
-        "    ",
-        "\t",
-        "🙂",
-        "\u202e",
-    ]
-    texts = ["".join(draw.choices(parts, k=draw.randrange(1, 40))) for _ in range(400)]
-    long = [
-        "[",
-        "](",
-        "*a ",
-        "**a",
-        "`" * 7 + " ",
-        "> ",
-        "- ",
-        "|",
-        "_a_ ",
-        "<https://",
-        "~",
-        "  \n",
-        "[a](",
-        "# ",
-        "a*",
-        "http",
-    ]
-    long_texts = [part * (12_000 // len(part)) for part in long] + ["`".join("`" * n for n in range(150))]
-    long_texts += [
-        "".join("  " * n + "- a\n" for n in range(100)),
-        "|-" * 3000 + "\n" + "|-" * 3000,
-        "#" + " " * 12_000 + "x",
-    ]
-    with opened(browser, address) as page:
+    texts = ["".join(draw.choices(PARTS, k=draw.randrange(1, 40))) for _ in range(400)]
+    long_texts = [part * (12_000 // len(part)) for part in LONG] + ["`".join("`" * n for n in range(150))]
+    long_texts += ["".join("  " * n + "- a\n" for n in range(100)), "|-" * 3000 + "\n" + "|-" * 3000]
+    long_texts += ["#" + " " * 12_000 + "x", " |" + " " * 12_000 + "x\n|-" + " " * 12_000 + "x"]
+    nested = "*a **b " * 200 + "c** d* " * 200
+    console: list[str] = []
+    with opened(browser, address, console) as page:
+        with pytest.raises(Exception, match="TrustedHTML"):
+            page.evaluate("document.body.innerHTML = '<b>x</b>'")
+        assert len(console) == 1 and "TrustedHTML" in console.pop()
+        depth = page.evaluate(
+            """(text) => {
+              const container = document.createElement("div");
+              showMarkdown(container, text);
+              let depth = 0;
+              for (let all = [container]; all.length; all = all.flatMap((each) => [...each.children])) depth += 1;
+              return depth;
+            }""",
+            nested,
+        )
+        assert depth < 30  # deeply nested elements end the process that shows them
         tags = page.evaluate(
             """(texts) => {
               const found = new Set();
@@ -253,7 +234,7 @@ def test_no_text_becomes_anything_else(browser: Browser, address: str) -> None:
             })""",
             long_texts,
         )
-    assert set(tags) <= {*TAGS.split()}
+    assert console == [] and set(tags) <= {*TAGS.split()}
     # Linear work takes a few ms; quadratic work over 12,000 letters seconds. The machine may be busy with other tests.
     assert max(seconds) < 1, list(zip(seconds, (text[:20] for text in long_texts), strict=True))
 
@@ -301,8 +282,26 @@ def test_a_conversation(browser: Browser, address: str, script: Script, look: st
         page.locator(".user").last.hover()
         page.get_by_role("button", name="Edit").last.click()
         assert page.locator("#message").input_value() == "and\nyou" and page.locator(".turn").count() == 2
+        script.pieces, script.hold = ["fine", "ly"], 1
+        page.keyboard.press("Enter")
+        page.locator(".said", has_text="fine").wait_for()
         page.get_by_role("button", name="New chat").click()
         assert page.locator(".turn").count() == 0 and page.locator("#welcome").is_visible()
+        page.wait_for_timeout(50)
+        assert script.cancelled == 2 and page.locator("#status").inner_text() == ""
+
+
+def test_numbers(browser: Browser, address: str) -> None:
+    """The tokens that came first tell nothing of the speed after them."""
+    with opened(browser, address) as page:
+        told = page.evaluate(
+            """() => [{ completion_tokens: 12 }, { completion_tokens: 2 }, {}].map((usage) => {
+              const reply = new Reply();
+              Object.assign(reply, { usage, firstTokens: 2, asked: 1000, first: 1250, last: 3250 });
+              return reply.numbers().join(" ");
+            })"""
+        )
+    assert told == ["12 tokens 5.00 tokens/s first after 0.25 s", "2 tokens first after 0.25 s", ""]
 
 
 def test_settings(browser: Browser, address: str, script: Script) -> None:
@@ -327,6 +326,7 @@ def test_settings(browser: Browser, address: str, script: Script) -> None:
             assert (params.temperature, params.top_p, params.max_tokens, params.seed) == (0.5, 0.9, 7, 12)
         page.get_by_role("button", name="Settings").click()
         drawer.get_by_role("button", name="Reset").click()
+        drawer.get_by_label("Max tokens").fill("0.5")  # dropped where the drawer is closed all the same
         page.keyboard.press("Escape")
         say(page, "z")
         assert script.asked[-1][0] == "user:y|assistant:Hello|user:z|" and script.asked[-1][1].max_tokens is None
@@ -404,6 +404,27 @@ def test_a_key_is_asked_for(browser: Browser, llm: LLM) -> None:
         assert script.asked[-1][0] == "user:x|" and page.evaluate("localStorage.length") == 0
 
 
+def test_a_message_waits_for_the_key(browser: Browser, llm: LLM) -> None:
+    """A key may end while the page is open: the message that it is missing for is sent with the next one."""
+    script, console = Script(), list[str]()
+    options: dict[str, Any] = {"page": True, "template": written, "api_key": "geheim"}
+    service = functools.partial(ScriptedService, script=script)
+    with (
+        serving(llm, service, **options) as client,
+        opened(browser, f"http://127.0.0.1:{client.port}/", console, viewport=NARROW) as page,
+    ):
+        dialog = page.get_by_role("dialog", name="This server asks for an API key")
+        dialog.get_by_label("API key").fill("geheim")
+        page.keyboard.press("Enter")
+        page.locator("#model", has_text="tiny").wait_for()
+        page.evaluate("chat.connection.useKey('old')")
+        say(page, "x", ended=False)
+        dialog.get_by_label("API key").fill("geheim")
+        page.keyboard.press("Enter")
+        page.locator(".said", has_text="Hello").wait_for()
+        assert len(script.asked) == 1 and page.locator(".turn").count() == 2
+
+
 def test_errors_are_shown(browser: Browser, address: str, script: Script) -> None:
     script.pieces, script.error = ["some", "thing"], ResourceError("the engine has ended")
     with opened(browser, address, viewport=NARROW) as page:
@@ -434,19 +455,30 @@ def test_a_request_that_is_refused_is_shown(browser: Browser, address: str, scri
         page.route(answers, lambda route: route.fulfill(status=200, body='data: {"choices": []}\n\n'))
         page.get_by_role("button", name="Try again").click()
         alert.get_by_text("connection to the server was lost").wait_for()
+        page.unroute(answers)
+        page.get_by_role("button", name="Try again").click()
+        page.locator(".said", has_text="Hello").wait_for()
+        say(page, "x" * 2000)
+        assert "Edit the message, or begin a new chat" in alert.inner_text()
+        assert page.get_by_role("button", name="Try again").count() == 0
     assert not [line for line in console if "Failed to load resource" not in line]
 
 
 def test_reasoning_is_apart(browser: Browser, llm: LLM) -> None:
-    script = Script(["<think>", "so", "</think>", "it ", "is"])
+    script = Script(["<think>", "so", "</think>", "it ", "is"], hold=2)
     service = functools.partial(ScriptedService, script=script)
     options: dict[str, Any] = {"page": True, "template": written, "reasoning_parser": "think"}
     with (
         serving(llm, service, **options) as client,
         opened(browser, f"http://127.0.0.1:{client.port}/", viewport=NARROW) as page,
     ):
-        say(page, "x")
-        assert page.locator(".said").last.inner_text() == "it is"
+        say(page, "x", ended=False)
+        page.locator(".reasoning div", has_text="so").wait_for()  # it is open while there is nothing else to read
+        page.keyboard.press("Escape")
+        script.hold = None
+        page.get_by_role("button", name="Regenerate").click()
+        page.locator(".said", has_text="it is").wait_for()
+        assert not page.locator(".reasoning div").is_visible()
         page.get_by_text("Reasoning").click()
         assert page.locator(".reasoning div").inner_text() == "so" and findings(page) == []
 

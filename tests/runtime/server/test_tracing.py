@@ -15,6 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from qcompile.errors import UsageError
+from qcompile.runtime.server.exchanges import Exchange
 from qcompile.runtime.server.tracing import Tracing, traces_url
 from tests.runtime.server.test_server import serving
 from tests.support.fake import byte_tokenizer, fake_llm
@@ -63,6 +64,9 @@ def test_a_request_is_traced_with_its_parts() -> None:
             client.ask("/health")
             client.complete(["abc", "de"], max_tokens=5)
             client.ask("/nothing")
+        left = Exchange("PUT", "/left", None, {})
+        left.ended = time.monotonic()
+        tracing.trace("tiny", left)
         tracing.close()
     ended = time.time_ns()
     named: dict[str, list[Any]] = {}
@@ -72,13 +76,14 @@ def test_a_request_is_traced_with_its_parts() -> None:
         named.setdefault(span.name, []).append(span)
     counts = {name: len(found) for name, found in named.items()}
     parts = {"queue": 2, "prefill": 2, "decode": 2}
-    assert counts == parts | {"GET /v1/models": 1, "POST /v1/completions": 1, "GET": 1}
+    assert counts == parts | {"GET /v1/models": 1, "POST /v1/completions": 1, "GET": 1, "PUT": 1}
     (models,), (whole,) = named["GET /v1/models"], named["POST /v1/completions"]
     assert models.trace_id.hex() == "ab" * 16 and models.parent_span_id.hex() == "cd" * 8
     told = attributes(whole)
     assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (5, 10)
     assert (told["http.route"], told["http.response.status_code"]) == ("/v1/completions", 200)
     assert attributes(named["GET"][0])["http.response.status_code"] == 404
+    assert named["PUT"][0].status.code == 2 and whole.status.code == 0  # 2 is an error
     for name in parts:
         assert {span.parent_span_id for span in named[name]} == {whole.span_id}
     about = [attributes(span) for span in (*named["prefill"], *named["decode"])]
