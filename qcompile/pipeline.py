@@ -34,14 +34,15 @@ from qcompile.codegen.gpu import build as gpu_build
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import PackedWeight, WeightTable, stream
 from qcompile.codegen.program import Program
-from qcompile.drafts import DraftPath, Drafts, draft_paths, levels
+from qcompile.drafts import LOOKUP, DraftPath, Drafts, draft_paths, levels
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassRecord
-from qcompile.passes.calibration import outliers
+from qcompile.passes.calibration import outliers, perplexity
 from qcompile.passes.rewrite import ImportOptions, rewrite
 from qcompile.passes.schedule import Schedule, separate_draft_passes
 from qcompile.report import figures, ir
 from qcompile.report.bits import bits_per_weight
+from qcompile.report.command import command
 from qcompile.report.page import PageWriter
 
 BACKENDS: Mapping[str, Backend] = {"cpu": cpu_build.BACKEND, "cuda": gpu_build.BACKEND}
@@ -201,7 +202,8 @@ def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions
     planned = CompilationPlan(graphs, program, table.weights, records, bits, {}, b"", paths, drafts.lookup)
     with clock("describe"):
         files = _small_files(planned) | (tokenizer_files(model) if isinstance(model, (str, Path)) else {})
-        report = canonical_json(_report(planned, schedule))
+        told = {"command": _command(model, schedule, drafts, options), "versions": describe.makers()}
+        report = canonical_json(_report(planned, schedule) | told)
     return replace(planned, files=files, report=report)
 
 
@@ -231,7 +233,17 @@ def _report(planned: CompilationPlan, schedule: Schedule) -> dict[str, Any]:
         bits_per_weight=planned.bits_per_weight,
         passes=[record.facts for record in planned.passes],
         outliers=outliers.compare(planned.graphs),
+        perplexity=perplexity.compare(planned.graphs),
+        calibration=final.calibration.describe() if final.calibration else None,
     )
+
+
+def _command(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions) -> str:
+    """The command that makes this build again."""
+    settings = {"recipe": schedule.recipe, "target": schedule.target, "head_dtype": schedule.head_dtype}
+    lookup = [LOOKUP] if drafts.lookup else []
+    lora = [f"{addend.adapter.name}={addend.weight:g}" for addend in options.lora]
+    return command(model, settings, schedule.options, [*drafts.models, *lookup], lora, options.calib)
 
 
 # ---- plan -> artifact --------------------------------------------------------------------------------

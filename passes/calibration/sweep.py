@@ -59,11 +59,13 @@ class Sweep:
 
     `graph` takes whole sequences (it is before the `cache` stage), and its operators return new tensors, never views of
     their inputs. Weights of nodes the sweep has not reached may be replaced. `work(amount)` is called with the number
-    of weights of each linear that has run.
+    of weights of each linear that has run. finest: weights in two planes have both, otherwise only the upper one.
     """
 
-    def __init__(self, graph: Graph, tokens: Tensor, work: Callable[[int], None] | None = None) -> None:
-        self.graph, self._work = graph, work or (lambda amount: None)
+    def __init__(
+        self, graph: Graph, tokens: Tensor, work: Callable[[int], None] | None = None, finest: bool = False
+    ) -> None:
+        self.graph, self._work, self._finest = graph, work or (lambda amount: None), finest
         self._nodes = [node for node in graph.nodes if not graph.is_weight(node) and node.op == "call_function"]
         self._next = 0
         self._last = {source: index for index, node in enumerate(self._nodes) for source in node.all_input_nodes}
@@ -149,7 +151,9 @@ class Sweep:
         if node not in self._weights:
             parts = self.graph.evaluate(node)
             how = weight_format(format)
-            if how.upper:  # later layers compensate for the coarser weight; the finer one needs no compensation
+            if (
+                how.upper and not self._finest
+            ):  # later layers compensate for the coarser weight; the finer one needs no compensation
                 how = how.upper
                 parts = parts[: len(how.parts)]
             self._weights[node] = how.dequantize(parts, parts[0].shape[1])

@@ -63,9 +63,12 @@ def _precisions(graph: Graph) -> str:
     return str([mark.nonzero().flatten().tolist() for mark in marks])
 
 
-def loss(graph: Graph, tokens: Tensor) -> float:
-    """Mean next-token loss in nats of `tokens` int64 [samples, length]; holds one linear's weights at a time."""
-    sweep = Sweep(graph, tokens)
+def loss(graph: Graph, tokens: Tensor, finest: bool = False) -> float:
+    """Mean next-token loss in nats of `tokens` int64 [samples, length]; holds one linear's weights at a time.
+
+    finest: weights in two planes have both; otherwise only the upper one, for which calibration chooses codes.
+    """
+    sweep = Sweep(graph, tokens, finest=finest)
     stops: list[fx.Node] = graph.calls("linear", "gated_linear", "gemm")
     for stop in stops:
         sweep.advance(stop)

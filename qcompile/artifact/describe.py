@@ -72,6 +72,11 @@ def runtime(
     }
 
 
+def makers() -> dict[str, str]:
+    """The versions of qcompile, torch and Python, for people."""
+    return {"qcompile": qcompile.__version__, "torch": torch.__version__, "Python": platform.python_version()}
+
+
 def versions(kernels: KernelFiles) -> Manifest:
     """The versions of qcompile and of the software that made the artifact."""
     return {

@@ -28,6 +28,9 @@ HEAD, QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER = (
 PARTS = (QKV, ATTENTION_OUT, GATE_UP, DOWN, OTHER, HEAD)
 """Kinds of linear layers, in the order of a step."""
 
+OTHER_WEIGHTS = "embedding and others"
+"""Weights that belong to no linear layer of the model: the embedding, norms, and what drafts have for themselves."""
+
 
 @dataclass(frozen=True)
 class DraftFigures:
@@ -48,7 +51,8 @@ def collect(
     drafts: Sequence[DraftFigures] = (),
     **known: Any,
 ) -> Json:
-    """The whole report. `known` entries are added unchanged: model, recipe, bits_per_weight, passes.
+    """The whole report. `known` entries are added unchanged: model, recipe, bits_per_weight, passes, outliers,
+    perplexity, calibration, command, versions.
 
     `program` is Program.to_json, parsed; `weight_bytes` maps packed weights of all paths to their sizes; `figures` and
     `wide` come from figures_of and wide_of. Cache bytes per token also cover all paths.
@@ -61,6 +65,8 @@ def collect(
         "weights": dict(weight_bytes),
         "weight_bytes": sum(weight_bytes.values()),
         "activation_bytes_per_token": program["arena_bytes_per_token"],
+        "context": program["max_position"],
+        "kv_format": program["kv"]["format"],
         "kv_bytes_per_token": sum(one["kv"]["page_bytes"] // one["kv"]["page_tokens"] for one in caches),
         "calibrated": bool(figures),
         "linears": linears(program, weight_bytes, figures, wide),
@@ -160,6 +166,18 @@ def _linear(
         "error": figures.get("error"),
         "error_nearest": figures.get("error_nearest"),
     }
+
+
+def bytes_by_part(report: Json) -> list[tuple[str, int, float | None]]:
+    """Parts with their bytes and their bits per weight, in the order of a step; last what is no linear layer."""
+    found: list[tuple[str, int, float | None]] = []
+    for part in PARTS:
+        rows = [row for row in report["linears"] if row["part"] == part]
+        if rows:
+            size = sum(row["bytes"] for row in rows)
+            found.append((part, size, 8 * size / sum(row["outputs"] * row["inputs"] for row in rows)))
+    rest = report["weight_bytes"] - sum(size for _, size, _ in found)
+    return [*found, (OTHER_WEIGHTS, rest, None)] if rest > 0 else found
 
 
 def bits_of(format: str) -> int:

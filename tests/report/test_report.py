@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from qcompile import pipeline, recipes
+from qcompile.calibration import Calibration, CalibrationSource
 from qcompile.errors import QCompileError, UnsupportedError
+from qcompile.passes.base import run_passes
+from qcompile.passes.calibration import perplexity
+from qcompile.passes.schedule import configure
 from qcompile.report import figures as report
 from qcompile.report import page as report_page
+from qcompile.report import plots
+from qcompile.report.advice import advice
+from qcompile.report.command import command
 from qcompile.roofline import CPU_CORE
 from tests.support.graphs import decoder
 
@@ -73,6 +82,12 @@ def facts(**changes: Any) -> dict[str, Any]:
         "linears": report.linears(two_layers(), SIZES, figures, {}),
         "kernels": report.kernels(two_layers(), SIZES, CPU_CORE),
         "drafts": [],
+        "context": 2048,
+        "kv_format": "kv16",
+        "perplexity": {"before": 5.1234, "after": 5.2, "tokens": 2046},
+        "calibration": {"source": "text.jsonl", "samples": 2, "length": 1024},
+        "command": "qcompile build tiny -o OUT",
+        "versions": {"qcompile": "1", "torch": "2"},
     }
     return made | changes
 
@@ -136,10 +151,89 @@ def test_page_stands_on_its_own_and_draws_what_there_is() -> None:
     page = Page(text)
     assert page.fetched == [] and "script" not in page.tags and "@import" not in text
     titles = re.findall(r"<h2>(.*?)</h2>", text)
-    assert "Error of each layer&#39;s output" in titles and page.tags.count("svg") == len(titles) == 4
+    assert titles[-2:] == ["What to try next", "How it was built"] and "Error of each layer&#39;s output" in titles
+    assert page.tags.count("svg") == len(titles) - 2 == 4
     assert "&lt;b&gt;tiny&lt;/b&gt;" in text and "a &amp; b" in text
+    assert "5.123 → 5.200" in text and "<pre>qcompile build tiny -o OUT</pre>" in text and "torch 2 ·" in text
     outliers = {"keys": {"before": [8.0, 9.0], "after": [2.0, 2.5]}}
     assert Page(report_page.page(facts(outliers=outliers))).tags.count("svg") == 5
+    assert "perplexity before" not in report_page.page(facts(perplexity=None, calibration=None))
+
+
+def test_axes_of_layers_have_whole_numbers_and_legends_stand_above() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    plots._outliers(axes, {"before": [8.0, 9.0], "after": [2.0, 2.5]}, moved=True)
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0", "1"]
+    plots._layers(axes, range(80))
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+    moved = next(plots._outlier_plots({"keys": {"before": [1.0], "after": [1.0]}}))
+    assert "which no pass of this recipe moves" in moved.caption and "before</text>" not in moved.svg
+    svg = next(plot.svg for plot in plots.plots(facts()) if plot.title == "Weight bytes by layer")
+    heights = {name: float(y) for y, name in re.findall(r' y="([\d.]+)"[^>]*>([^<]+)</text>', svg)}
+    ticks = [y for text, y in heights.items() if re.fullmatch(r"[\d.]+", text)]
+    assert max(heights[part] for part in report.PARTS[:2]) < min(ticks)
+
+
+def test_the_headline_says_what_the_bits_consist_of() -> None:
+    rows = report.linears(two_layers(), SIZES, {}, {})
+    text = report_page.headline(facts(linears=rows, bits_per_weight=5.0, weight_bytes=1 << 20))
+    assert text.startswith("Weights take 1.0 MiB; in 16 bits they would take 0.0 MiB.")
+    assert "5.00 bits per weight on average" in text and "5.00 in the layers" in text and "11 % of the weights" in text
+    assert "on average" not in report_page.headline(facts(linears=rows[:-1]))
+    parts = report.bytes_by_part(facts())
+    assert [name for name, _, _ in parts][-2:] == [report.HEAD, report.OTHER_WEIGHTS]
+    assert sum(size for _, size, _ in parts) == 1 << 20
+
+
+def test_advice_follows_the_figures() -> None:
+    def commands(**changes: Any) -> str:
+        return " ".join(each.command for each in advice(facts(**changes)))
+
+    usual = commands()
+    assert "--calib" not in usual and "--target-bits" not in usual and "kv8" not in usual and "lookup" in usual
+    assert "--calib" in commands(calibrated=False)
+    assert "--target-bits" in commands(perplexity={"before": 5.0, "after": 5.2, "tokens": 9})
+    assert "--target-bits" not in commands(perplexity=None)
+    assert "kv8" in commands(kv_bytes_per_token=128) and "kv8" not in commands(kv_bytes_per_token=128, kv_format="kv8")
+    drafted = {"name": "draft1", "shares_cache": True, "predicted_us": 1.0, "passes": []}
+    assert "tune" in commands(drafts=[drafted]) and "lookup" not in commands(drafts=[drafted])
+
+
+def test_the_command_builds_it_again() -> None:
+    settings = {"recipe": "qserve", "target": "cpu", "head_dtype": None}
+    calib = CalibrationSource(Path("a/my text.jsonl"), samples=16)
+    made = command("x/llama", settings, {"cache.format": "kv8"}, [Path("y/small"), "lookup"], ["style=0.5"], calib)
+    assert made == (
+        "qcompile build llama -o OUT --recipe qserve --target cpu --draft small --draft lookup --lora style=0.5 "
+        "--set cache.format=kv8 --calib 'my text.jsonl' --num-calibration-samples 16"
+    )
+    tokens = CalibrationSource(torch.zeros(1, 2, dtype=torch.int64))
+    assert command(object(), settings, {}, [], [], tokens) == (
+        "qcompile.build(<object>, 'OUT', recipe='qserve', target='cpu', calib='<Tensor>')"
+    )
+    assert "calib" not in command("x", {}, {}, [], [], None)
+
+
+@pytest.mark.parametrize("head", ["int8", "nested"])
+def test_perplexity_is_that_of_the_graphs_and_their_whole_weights(head: str) -> None:
+    passes = configure(recipes.get_recipe("w4a8").settings(head), {})[1:]
+    model = decoder(layers=1)
+    model.calibration = Calibration(torch.randint(0, 50, (3, 12), generator=torch.Generator().manual_seed(0)))
+    graphs = [model, *run_passes(model, passes)[0]]
+    found = perplexity.compare(graphs)
+    assert found is not None and found["tokens"] == 3 * 11 and found["before"] != found["after"]
+    last = [graph for graph in graphs if graph.stage == "quantize"][-1]
+    for name, graph in (("before", model), ("after", last)):
+        positions = torch.arange(12)[None]
+        losses = [
+            torch.nn.functional.cross_entropy(graph.run(row[None], positions)[0, :-1].float(), row[1:])
+            for row in model.calibration.tokens
+        ]
+        # Of float32 sums in another order, and rounded to 4 digits.
+        assert found[name] == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
+    assert perplexity.compare([]) is None and json.loads(pipeline.plan(decoder(layers=1)).report)["perplexity"] is None
 
 
 def test_page_tells_of_drafts() -> None:
