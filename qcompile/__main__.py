@@ -31,6 +31,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
     "export": "artifacts.export",
     "doctor": "doctor.doctor",
     "cache": {"list": "cache.list_", "remove": "cache.remove", "path": "cache.path"},
+    "completion": "completion.completion",
 }
 """The function of each command, as module and name, in the order of the help text; a group has commands of its own."""
 ABOUT_GROUPS = {"cache": "Show and prune what commands have built from models."}

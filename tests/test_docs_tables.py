@@ -44,6 +44,36 @@ def test_every_load_option_is_described() -> None:
     assert not [field.name for field in fields(LoadOptions) if f"    {field.name}=" not in text("docs/python.md")]
 
 
+def variables() -> str:
+    """The rows of the table of environment variables in docs/environment.md."""
+    group: Any = typer.main.get_command(app())
+    rows: dict[tuple[str, str], list[str]] = {}
+    waiting = [("", group)]
+    while waiting:
+        path, node = waiting.pop(0)
+        waiting += [(f"{path} {name}".strip(), inner) for name, inner in getattr(node, "commands", {}).items()]
+        for option in (one for one in node.params if one.envvar):
+            spelled = max((*option.opts, *option.secondary_opts), key=lambda name: name.startswith("--"))
+            rows.setdefault((option.envvar, spelled), []).append(f"`{path}`" if path else "all")
+    return "\n".join(
+        f"| `{name}` | `{option}` | {'all' if '`build`' in users and '`passes`' in users else ', '.join(users)} |"
+        for (name, option), users in sorted(rows.items())
+    )
+
+
+def test_every_environment_variable_of_an_option_is_listed() -> None:
+    """The table holds these rows, and no others; if it does not, the difference shows what to write there."""
+    lines = text("docs/environment.md").splitlines()
+    assert [line for line in lines if line.startswith("| `QCOMPILE_") and "| `--" in line] == variables().splitlines()
+
+
+def test_every_option_has_an_environment_variable() -> None:
+    group: Any = typer.main.get_command(app())
+    nodes = [*group.commands.values(), *group.commands["cache"].commands.values()]
+    options = [option for node in nodes for option in node.params if option.param_type_name == "option"]
+    assert len(options) > 100 and not [option.opts for option in options if not option.envvar]
+
+
 def test_every_command_and_option_is_described() -> None:
     page = text("docs/cli.md")
     group: Any = typer.main.get_command(app())

@@ -14,15 +14,20 @@ def is_name(model: str) -> bool:
     return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not Path(model).exists()
 
 
-def find(model: str | Path, allow_remote: bool = False) -> Path:
-    """The local directory of `model`: itself if it is one, else fetched from the hub (safetensors only)."""
+def check(model: str | Path) -> None:
+    """Raise UsageError unless `model` is a directory, or may be a name on the hub."""
     if not str(model):
         raise UsageError("the model's name is empty: give a checkpoint directory, or a name on the model hub")
+    if not (Path(model).is_dir() or is_name(str(model))):
+        raise UsageError(f"{model} is not a checkpoint directory")
+
+
+def find(model: str | Path, allow_remote: bool = False) -> Path:
+    """The local directory of `model`: itself if it is one, else fetched from the hub (safetensors only)."""
+    check(model)
     path = Path(model)
     if path.is_dir():
         return path
-    if not is_name(str(model)):
-        raise UsageError(f"{model} is not a checkpoint directory")
     from huggingface_hub import snapshot_download
 
     patterns = [*HUB_PATTERNS, *(["*.py"] if allow_remote else [])]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qcompile import texts
-from qcompile.cli import console
+from qcompile.cli import console, refusals
 from qcompile.cli.options import (
     BitBudget,
     CalibrationText,
@@ -21,7 +21,7 @@ from qcompile.cli.options import (
     Remote,
     command,
 )
-from qcompile.errors import UsageError, suggestion
+from qcompile.recipes import allocation, get_recipe, parse_options
 
 if TYPE_CHECKING:
     from qcompile.passes.base import PassRecord
@@ -50,12 +50,12 @@ def build(
       qcompile build samples/pycode-26m -o out/fast --recipe ml-specqd --draft samples/pycode-1m --draft lookup
       qcompile build samples/pycode-26m -o out/tuned --lora my-adapter --lora style=0.5
     """
-    from qcompile.recipes import allocation, get_recipe, parse_options
-    from qcompile.targets import get_target
-
     settings = parse_options(compilation.options or []) | allocation(budget.bits, budget.rise)
-    # Unknown names are refused before torch is imported.
-    recipe, _ = get_recipe(compilation.recipe), get_target(compilation.target)
+    recipe = get_recipe(compilation.recipe)
+    refusals.check_formats(compilation.recipe, compilation.target, compilation.head_dtype, settings)
+    refusals.check_pass("--explain", inspection.explain)
+    refusals.check_models(model, compilation.drafts or ())
+    refusals.check_output(output)
     if calibration.calib is not None:
         texts.check(calibration.calib)
     with console.Progress() as progress:
@@ -80,12 +80,7 @@ def _build(
     """Import the compiler, and run it with the options of the command line; `settings` are options of passes."""
     from qcompile import pipeline
     from qcompile.calibration import CalibrationSource
-    from qcompile.passes.schedule import PASSES
 
-    known = [kind.name for kind in PASSES]
-    if inspection.explain is not None and inspection.explain not in known:
-        hint = suggestion(inspection.explain, known)
-        raise UsageError(f"--explain {inspection.explain}: there is no such pass; there are {', '.join(known)}{hint}")
     given = calibration.calib
     return pipeline.build(
         model,

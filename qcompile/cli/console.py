@@ -122,6 +122,12 @@ def show_generated(text: str, end: str = "") -> None:
     print(escaped(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
+def detail(text: str) -> None:
+    """Print one line on stderr that few want to know."""
+    if verbosity >= VERBOSE:
+        log(f"qcompile: {text}")
+
+
 def print_json(value: Any) -> None:
     """`value` as one JSON document on stdout."""
     print(json.dumps(value, indent=1, allow_nan=False), flush=True)
@@ -179,20 +185,28 @@ class Progress:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Progress:
-        self._thread.start()
+        if verbosity > QUIET:
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._tell()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         heed_interrupts()
         if stage != self._stage:
+            self._tell()
             self._stage, self._stage_start = stage, time.monotonic()
         self._done, self._total = done, total
+
+    def _tell(self) -> None:
+        """Say how long the stage took that is over, if somebody wants to know."""
+        detail(f"{self._stage}: {time.monotonic() - self._stage_start:.1f} s")
 
     def line(self, now: float) -> str:
         """The share done and the time left at the speed so far; the time spent if the stage has no parts."""

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from qcompile import targets
-from qcompile.cli import console
+from qcompile.cli import console, refusals
 from qcompile.cli.options import Compilation, Json, Model, Remote, command
 from qcompile.errors import PassError, UnsupportedError
+from qcompile.recipes import parse_options
 
 if TYPE_CHECKING:
     from qcompile.pipeline import CompilationPlan
@@ -34,10 +35,10 @@ def doctor(
     Example:
       qcompile doctor samples/pycode-26m --recipe qserve
     """
-    from qcompile.recipes import parse_options
-
     chosen = compilation
     settings = parse_options(chosen.options or [])
+    refusals.check_formats(chosen.recipe, chosen.target, chosen.head_dtype, settings)
+    refusals.check_models(model)
     with console.Progress() as progress:
         progress("import", 0, 1)
         from qcompile import pipeline as _  # noqa: F401  (takes the time of the step before `trace`)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from qcompile.cli import console
+from qcompile.cli.environment import DEBUG, is_on
 from qcompile.errors import EXIT_BUG, EXIT_SIGNAL, QCompileError, ResourceError, UsageError
 
 
@@ -39,7 +40,7 @@ def leave(command: Callable[[], NoReturn]) -> NoReturn:
 
 def guarded(run: Callable[[list[str]], Any], arguments: list[str]) -> int:
     """`run(arguments)`, as an exit code. Every failure prints one line."""
-    interrupts = console.interrupts
+    interrupts, debug = console.interrupts, "--debug" in arguments[:1] or is_on(DEBUG)
     interrupts.clear()
 
     def interrupt(number: int, frame: Any) -> None:
@@ -63,7 +64,7 @@ def guarded(run: Callable[[list[str]], Any], arguments: list[str]) -> int:
         code = _interrupted(interrupts)
     except Exception as error:
         # A module that is interrupted while it is imported may swallow the interrupt and fail later.
-        code = _interrupted(interrupts) if interrupts else _failed(error, "--debug" in arguments[:1])
+        code = _interrupted(interrupts) if interrupts else _failed(error, debug)
     finally:
         for number, before in handled.items():
             signal.signal(number, before)
@@ -103,13 +104,22 @@ def _unexpected(error: Exception) -> int:
             console.log(message)
         else:
             command = getattr(getattr(error, "ctx", None), "command_path", "qcompile")
-            console.log(f"qcompile: {message.rstrip('.')} (see {command} --help)")
+            console.log(f"qcompile: {message.rstrip('.')}{_source(error)} (see {command} --help)")
         return UsageError.exit_code
     if type(error).__name__ == "Abort":
         return _interrupted(())
     first = (str(error).splitlines() or [""])[0]
     console.log(f"qcompile: unexpected {type(error).__name__}: {first} (`qcompile --debug ...` shows where)")
     return EXIT_BUG
+
+
+def _source(error: Any) -> str:
+    """The environment variable that holds a wrong value, if it is not from the command line."""
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    if context is None or parameter is None or not parameter.envvar:
+        return ""
+    source = context.get_parameter_source(parameter.name)
+    return f" (from {parameter.envvar})" if getattr(source, "name", "") == "ENVIRONMENT" else ""
 
 
 _SCARCE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}

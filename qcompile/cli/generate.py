@@ -58,4 +58,6 @@ def _run_prompt(llm: LLM, prompt: str, params: SamplingParams, as_json: bool) ->
     if llm.threads:
         note += f", {console.counted(llm.threads, 'thread')}"
     prompted = console.counted(len(last.prompt_token_ids), "prompt token")
-    console.log(f"[{prompted} in {result['prefill_seconds'] * 1e3:.1f} ms, {len(result['token_ids'])} generated{note}]")
+    console.note(
+        f"[{prompted} in {result['prefill_seconds'] * 1e3:.1f} ms, {len(result['token_ids'])} generated{note}]"
+    )

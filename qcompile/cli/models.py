@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from qcompile.artifact import kept
 from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints.hub import find, is_name
 from qcompile.checkpoints.identity import identity
-from qcompile.cli import console, machine
+from qcompile.cli import console, machine, refusals
 from qcompile.cli.options import Building, Loading
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.recipes import Recipe, get_recipe, parse_options
@@ -43,6 +44,7 @@ def opened(given: str, building: Building, loading: Loading, **more: Any) -> Ite
     """
     loading.arguments()  # refuses wrong values before anything is built
     artifact = artifact_of(given, building)
+    start = time.monotonic()
     try:
         llm = loading.load(artifact.path, **more)
     except ArtifactError as error:
@@ -51,6 +53,7 @@ def opened(given: str, building: Building, loading: Loading, **more: Any) -> Ite
         console.note(f"qcompile: {error}")
         artifact = artifact_of(given, replace(building, rebuild=True))
         llm = loading.load(artifact.path, **more)
+    console.detail(f"loaded {artifact.path} in {time.monotonic() - start:.2f} s")
     with llm:
         yield llm, artifact
 
@@ -68,6 +71,7 @@ def artifact_of(given: str, building: Building) -> Artifact:
         return Artifact(path, kept.KeptArtifact(path.resolve().parent).about.get("model") or path.resolve().name, False)
     request = _Request.of(given, building)
     place = request.place
+    console.detail(f"place in the cache: {place.folder}")
     if building.rebuild or not place.ready:
         with place.locked(lambda: console.note(f"qcompile: another command builds {given}: waiting for it")):
             if building.rebuild or not place.ready:
@@ -79,7 +83,7 @@ def artifact_of(given: str, building: Building) -> Artifact:
 def _check_unused(given: str, building: Building) -> None:
     """Refuse options of building for an artifact, which they cannot change."""
     if unused := building.given():
-        raise UsageError(f"{given} is an artifact, which is built already: {unused[0]} is for models")
+        raise UsageError(f"{given} is an artifact, which is built already: {unused} is for models")
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,7 @@ class _Request:
         """What the options ask for, and what fits this machine where they do not say."""
         options, remote = parse_options(building.options or []), building.allow_remote_code
         device = _device(building)
-        if building.recipe:  # unknown ones are refused before any work
-            get_recipe(building.recipe)
+        refusals.check_formats(building.recipe or "w8a8", building.target or "cpu", None, options)
         directory, name = _checkpoint(given, remote)
         target, recipe, reason = building.target or "", building.recipe or "", ""
         if not (target and recipe):

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from qcompile import __version__
+from qcompile.cli import console, environment
 from qcompile.errors import UsageError
+from qcompile.recipes import RECIPES
+from qcompile.targets import TARGET_NAMES
 
 if TYPE_CHECKING:
     from qcompile.runtime.llm import LLM
@@ -33,8 +36,13 @@ Source = Annotated[
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a name on the model hub.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Remote = Annotated[bool, typer.Option("--allow-remote-code", help="Allow Python code of the checkpoint to run.")]
-Target = Annotated[str, typer.Option("--target", metavar="NAME", help="Target to compile for; `cpu` is this machine.")]
-Recipe = Annotated[str, typer.Option("--recipe", metavar="NAME", help="Number formats (see docs/recipes.md).")]
+Target = Annotated[
+    str,
+    typer.Option(
+        "--target", metavar="NAME", help=f"Target to compile for: {', '.join(TARGET_NAMES)}; `cpu` is this machine."
+    ),
+]
+Recipe = Annotated[str, typer.Option("--recipe", metavar="NAME", help=f"Number formats: {', '.join(RECIPES)}.")]
 Head = Annotated[
     str | None,
     typer.Option("--head-dtype", metavar="TYPE", help="Output head: int8, nested, bf16 or f32. Default: the recipe's."),
@@ -72,7 +80,10 @@ def group(about: str) -> typer.Typer:
 
 
 def _before_subcommand(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", envvar="QCOMPILE_DEBUG", show_envvar=False, help="Show the traceback of an error."),
+    ] = False,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
@@ -82,22 +93,20 @@ def _before_subcommand(
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` with one parameter for each field of its parameters that are groups, for typer."""
+    """`function` with one parameter for each field of its parameters that are groups, and -q and -v, for typer."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    groups["verbosity"] = Verbosity
     parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(function).parameters.items():
+    given_defaults = {name: each.default for name, each in inspect.signature(function).parameters.items()}
+    for name, given_default in (given_defaults | {"verbosity": None}).items():
         if name not in groups:
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+            parameters.append(_parameter(name, hints[name], given_default))
             continue
         annotations = get_type_hints(groups[name], include_extras=True)
         for option in fields(groups[name]):
             default = inspect.Parameter.empty if option.default is MISSING else option.default
-            parameters.append(
-                inspect.Parameter(
-                    option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotations[option.name]
-                )
-            )
+            parameters.append(_parameter(option.name, annotations[option.name], default))
 
     @functools.wraps(function)
     def flat(**given: Any) -> None:
@@ -105,6 +114,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             name: kind(**{option.name: given.pop(option.name) for option in fields(kind)})
             for name, kind in groups.items()
         }
+        grouped.pop("verbosity").apply()
         function(**given, **grouped)
 
     typed: Any = flat
@@ -114,10 +124,34 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    """A parameter of a command, whose option has an environment variable, too."""
+    typed = environment.with_variable(annotation)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
+
+
+@dataclass(frozen=True)
+class Verbosity:
+    """How much a command prints on stderr beside errors."""
+
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only: no progress, no notes.")] = False
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each step and its seconds.")] = False
+
+    def apply(self) -> None:
+        """Make it hold for this process."""
+        if self.quiet and self.verbose:
+            raise UsageError("--quiet and --verbose: give one of them")
+        console.verbosity = console.QUIET if self.quiet else console.VERBOSE if self.verbose else console.NORMAL
+
+
 def changed(options: Any, *but: str) -> str | None:
-    """The first field of a group that does not have its default, except for those in `but`; None if there is none."""
+    """The first field of a group that does not have its default, except for those in `but`; None if there is none.
+
+    What the environment sets does not count: it is meant for the commands that it concerns.
+    """
+    kind = type(options)
     names = (field.name for field in fields(options) if getattr(options, field.name) != field.default)
-    return next((name for name in names if name not in but), None)
+    return next((name for name in names if name not in but and not environment.sets(kind, name)), None)
 
 
 # ---- compiling -----------------------------------------------------------------------------------------
@@ -157,7 +191,11 @@ class Building:
 
     recipe: Annotated[
         str | None,
-        typer.Option("--recipe", metavar="NAME", help="Number formats of a model. Default: what fits this machine."),
+        typer.Option(
+            "--recipe",
+            metavar="NAME",
+            help=f"Number formats of a model: {', '.join(RECIPES)}. Default: what fits this machine.",
+        ),
     ] = None
     target: Annotated[
         str | None, typer.Option("--target", metavar="NAME", help="Target to build a model for. Default: this machine.")
@@ -169,10 +207,10 @@ class Building:
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Build a model although the cache has it.")] = False
     allow_remote_code: Remote = False
 
-    def given(self) -> list[str]:
-        """The options that are not at their defaults, as they are written."""
-        changed = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
-        return [f"--{'set' if name == 'options' else name.replace('_', '-')}" for name in sorted(changed)]
+    def given(self) -> str | None:
+        """The first option that is not at its default, as it is written; None if there is none."""
+        name = changed(self)
+        return name and f"--{'set' if name == 'options' else name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)

@@ -302,7 +302,8 @@ def test_each_has_help_with_an_example(command: str, capsys: Capture) -> None:
 
 
 def test_unused_options_are_named() -> None:
-    assert Building().given() == []
-    assert Building(recipe="w8a8", allow_remote_code=True).given() == ["--allow-remote-code", "--recipe"]
+    assert Building().given() is None
+    assert Building(options=["a=b"]).given() == "--set"
+    assert Building(allow_remote_code=True).given() == "--allow-remote-code"
     with pytest.raises(UsageError, match="empty"):
         models.artifact_of("", Building())

@@ -72,7 +72,7 @@ def check(out: str, options: LoadTest, loading: DraftedLoading, building: Buildi
     if is_url(out):
         server.root_of(out)
         if unused := building.given():
-            raise UsageError(f"{unused[0]} is for models: a server that runs has its own")
+            raise UsageError(f"{unused} is for models: a server that runs has its own")
         if (wrong := changed(loading)) is not None:
             raise UsageError(f"--{wrong.replace('_', '-')} is for an artifact: a server that runs has its own options")
     elif options.model is not None:

@@ -1,0 +1,44 @@
+"""Wrong requests to compile a model that can be refused at once: before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from qcompile import recipes, targets
+from qcompile.artifact.destination import check_replaceable
+from qcompile.checkpoints import hub
+from qcompile.cli.pass_fields import pass_fields
+from qcompile.errors import UsageError, suggestion
+
+_LOOKUP = "lookup"
+"""The draft that is no model (qcompile/drafts.py)."""
+
+
+def check_formats(recipe: str, target: str, head: str | None, options: Mapping[str, str]) -> None:
+    """Refuse unknown recipes, targets, output heads, passes and fields, and values of the wrong type."""
+    targets.get_target(target)
+    recipes.apply_options(recipes.get_recipe(recipe).settings(head), pass_fields(), options)
+
+
+def check_models(model: str, drafts: Sequence[str] = ()) -> None:
+    """Refuse what is neither a checkpoint directory nor may be a name on the model hub."""
+    for name in (model, *(draft for draft in drafts if draft != _LOOKUP)):
+        hub.check(name)
+        configuration = Path(name) / "config.json"
+        if Path(name).is_dir() and not configuration.exists():
+            raise UsageError(f"{configuration} is missing: give a checkpoint directory")
+
+
+def check_output(output: Path) -> None:
+    """Refuse a place that cannot become an artifact."""
+    check_replaceable(Path(os.path.realpath(output)))
+
+
+def check_pass(option: str, name: str | None) -> None:
+    """Refuse the name of a pass that does not exist; `option` takes it."""
+    known = pass_fields()
+    if name is not None and name not in known:
+        hint = suggestion(name, known)
+        raise UsageError(f"{option} {name}: there is no such pass; there are {', '.join(known)}{hint}")
