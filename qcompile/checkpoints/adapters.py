@@ -23,7 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
-from qcompile.checkpoints.checkpoint import Checkpoint, Entry, name_of, read_header, read_json, require_finite
+from qcompile.checkpoints.checkpoint import Checkpoint, Entry, read_header, read_json, require_finite
+from qcompile.checkpoints.hub import name_of
 from qcompile.errors import UnsupportedError, UsageError
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"

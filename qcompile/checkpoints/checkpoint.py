@@ -59,11 +59,6 @@ class Entry:
         return self.end - self.begin
 
 
-def name_of(directory: Path) -> str:
-    """The name of a checkpoint's model: its folder's name, with bytes that are not text replaced."""
-    return os.fsencode(directory.resolve().name).decode("utf-8", "replace")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises UsageError if the file is missing, unreadable or holds something else."""
     try:

@@ -22,10 +22,10 @@ from qcompile.checkpoints import huggingface_weights, inputs_embeds, kernel_func
 from qcompile.checkpoints.attention_interface import ATTENTION, attention
 from qcompile.checkpoints.attention_masks import UnknownMask, begin, causal_mask, rehearsed
 from qcompile.checkpoints.branches import Branches, Condition, trace_all
-from qcompile.checkpoints.checkpoint import Checkpoint, name_of, read_json
+from qcompile.checkpoints.checkpoint import Checkpoint, read_json
 from qcompile.checkpoints.configuration import auto_class, context_length, cut, read_config, text_config
 from qcompile.checkpoints.expert_loops import ExpertLoops
-from qcompile.checkpoints.hub import find
+from qcompile.checkpoints.hub import find, name_of
 from qcompile.checkpoints.loaders import Loader
 from qcompile.checkpoints.programs import count_parameters, import_program, weights_read
 from qcompile.checkpoints.stored import formats

@@ -23,7 +23,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from qcompile import user_cache
-from qcompile.checkpoints.checkpoint import Checkpoint, name_of
+from qcompile.checkpoints.checkpoint import Checkpoint
+from qcompile.checkpoints.hub import name_of
 from qcompile.checkpoints.stored import formats
 from qcompile.errors import QCompileError, UsageError
 from qcompile.graph import Graph, WeightStore

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qcompile import texts
+from qcompile.checkpoints import hub
 from qcompile.cli import console, refusals
 from qcompile.cli.options import (
     BitBudget,
     CalibrationText,
     DraftedCompilation,
+    Hub,
     Inspection,
     Json,
     Model,
@@ -29,13 +32,14 @@ if TYPE_CHECKING:
 
 
 @command
-def build(
+def build(  # parameters: the groups of its options
     model: Model,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="Artifact directory to write.")],
     compilation: DraftedCompilation,
     inspection: Inspection,
     calibration: CalibrationText,
     budget: BitBudget,
+    access: Hub,
     allow_remote_code: Remote = False,
     json: Json = False,
 ) -> None:
@@ -54,21 +58,31 @@ def build(
     recipe = get_recipe(compilation.recipe)
     refusals.check_formats(compilation.recipe, compilation.target, compilation.head_dtype, settings)
     refusals.check_pass("--explain", inspection.explain)
-    refusals.check_models(model, compilation.drafts or ())
-    refusals.check_output(output)
     if calibration.calib is not None:
         texts.check(calibration.calib)
+    drafts: Sequence[str | Path] = compilation.drafts or ()
+    refusals.check_models(model, compilation.drafts or ())
+    refusals.check_output(output)
     with console.Progress() as progress:
+        source = hub.find(model, allow_remote_code, progress=progress, **asdict(access))
+        drafts = [_fetched(each, access, progress) for each in drafts]
         progress("import", 0, 1)
         gc.set_threshold(50_000, 20, 100)  # imports and traces are not garbage: looking for it would take 0.5 s
-        report = _build(model, output, compilation, inspection, calibration, settings, allow_remote_code, progress)
+        given = compilation, inspection, calibration, settings, allow_remote_code, progress
+        report = _build(source, drafts, output, *given)
     if recipe.calibrated and calibration.calib is None:
         console.log(f"qcompile: recipe {recipe.name} wants --calib FILE: without it weights are rounded to nearest")
     print_build(report, recipe.name, compilation.target, inspection.explain, json)
 
 
-def _build(
-    model: str,
+def _fetched(draft: str | Path, access: Hub, progress: console.Progress) -> str | Path:
+    """The directory of a draft model, which is fetched if it is on the hub; `lookup` is none."""
+    return draft if draft == refusals.LOOKUP else hub.find(draft, token=access.token, progress=progress)
+
+
+def _build(  # parameters: the groups of options of the command
+    model: Path,
+    drafts: Sequence[str | Path],
     output: Path,
     compilation: DraftedCompilation,
     inspection: Inspection,
@@ -89,7 +103,7 @@ def _build(
         recipe=compilation.recipe,
         options=settings,
         head_dtype=compilation.head_dtype,
-        drafts=compilation.drafts or (),
+        drafts=drafts,
         lora=compilation.lora or (),
         progress=progress,
         dump_ir=inspection.dump_ir,

@@ -5,16 +5,19 @@ It runs all stages of `build` that read no weights, and imports them when it run
 
 from __future__ import annotations
 
+import json as jsons
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from qcompile import targets
+from qcompile.checkpoints import hub
 from qcompile.cli import console, refusals
-from qcompile.cli.options import Compilation, Json, Model, Remote, command
+from qcompile.cli.options import Compilation, Hub, Json, Model, Remote, command
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.recipes import parse_options
 
@@ -22,10 +25,14 @@ if TYPE_CHECKING:
     from qcompile.pipeline import CompilationPlan
 
 
+_INDEX = "model.safetensors.index.json"
+
+
 @command
 def doctor(
     model: Model,
     compilation: Compilation,
+    access: Hub,
     allow_remote_code: Remote = False,
     json: Json = False,
 ) -> None:
@@ -43,10 +50,10 @@ def doctor(
         progress("import", 0, 1)
         from qcompile import pipeline as _  # noqa: F401  (takes the time of the step before `trace`)
 
+        directory = hub.find(model, allow_remote_code, weights=False, progress=progress, **asdict(access))
         progress("trace", 0, 1)
-        diagnosis = examine(
-            model, chosen.target, chosen.recipe, settings, chosen.head_dtype, allow_remote=allow_remote_code
-        )
+        formats = chosen.target, chosen.recipe, settings, chosen.head_dtype
+        diagnosis = examine(directory, *formats, allow_remote=allow_remote_code)
     if json:
         console.print_json(diagnosis.as_json())
     else:
@@ -99,7 +106,7 @@ class Diagnosis:
 
 
 def examine(
-    model: str, target: str, recipe: str, options: Mapping[str, str], head_dtype: str | None, **source: Any
+    model: str | Path, target: str, recipe: str, options: Mapping[str, str], head_dtype: str | None, **source: Any
 ) -> Diagnosis:
     """Run every stage on `model` up to code generation. What qcompile does not compile becomes `unsupported`.
 
@@ -109,19 +116,18 @@ def examine(
     from qcompile import pipeline
     from qcompile.checkpoints import depth
     from qcompile.checkpoints.configuration import read_config
-    from qcompile.checkpoints.hub import find
 
     kind = targets.get_target(target).kind
     request: dict[str, Any] = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
     try:
-        directory = find(model)
-        there = any(directory.glob("*.safetensors"))  # a configuration is enough
+        directory = hub.find(model, weights=False)
+        there = _has_weights(directory)  # a configuration is enough
         repeats = None if there else depth.find(read_config(directory, **source), **source)
         source |= {"weights": there}
         if repeats is None:
-            facts = _facts(pipeline.plan(model, **request, **source), kind)
+            facts = _facts(pipeline.plan(directory, **request, **source), kind)
         else:
-            plans = (pipeline.plan(model, **request, **source, layers=layers) for layers in repeats.cuts)
+            plans = (pipeline.plan(directory, **request, **source, layers=layers) for layers in repeats.cuts)
             small, large = (_facts(plan, kind) for plan in plans)
             examined = {"layers": repeats.layers, "layers_examined": repeats.cuts[1]}
             facts = repeats.extrapolate(small, large) | examined
@@ -133,6 +139,15 @@ def examine(
     facts["bits_per_weight"] = packed / max(weights, 1)
     memory = sum(facts[f"{what}_bytes"] for what in ("weight", "cache", "state", "activation"))
     return Diagnosis(True, plan=facts, memory_bytes=memory, disk_bytes=facts["weight_bytes"] + files)
+
+
+def _has_weights(directory: Path) -> bool:
+    """Whether the checkpoint has its weight files. Of a model from the hub, some may have been fetched before."""
+    try:
+        shards = jsons.loads((directory / _INDEX).read_bytes())["weight_map"].values()
+        return all((directory / shard).exists() for shard in set(shards))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return any(directory.glob("*.safetensors"))
 
 
 def _facts(plan: CompilationPlan, kind: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qcompile import __version__
 from qcompile.artifact import kept
 from qcompile.artifact.layout import MANIFEST
-from qcompile.checkpoints.hub import find, is_name
+from qcompile.checkpoints import hub
 from qcompile.checkpoints.identity import identity
 from qcompile.cli import console, machine, refusals
 from qcompile.cli.options import Building, Loading
@@ -105,7 +105,7 @@ class _Request:
         options, remote = parse_options(building.options or []), building.allow_remote_code
         device = _device(building)
         refusals.check_formats(building.recipe or "w8a8", building.target or "cpu", None, options)
-        directory, name = _checkpoint(given, remote)
+        directory, name = _checkpoint(given, building)
         target, recipe, reason = building.target or "", building.recipe or "", ""
         if not (target and recipe):
             here = machine.this_machine(device)
@@ -165,16 +165,18 @@ def _device(building: Building) -> str:
     return device
 
 
-def _checkpoint(given: str, allow_remote: bool) -> tuple[Path, str]:
-    """The directory of the checkpoint `given`, and its name."""
+def _checkpoint(given: str, building: Building) -> tuple[Path, str]:
+    """The directory of the checkpoint `given`, which is fetched if it is on the hub, and its name."""
     path = Path(given)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UsageError(f"{given} is neither an artifact (no {MANIFEST}) nor a checkpoint (no config.json)")
-        return path, os.fsencode(path.resolve().name).decode("utf-8", "replace")
-    if not is_name(given):
+    elif not hub.is_name(given):
         raise UsageError(f"{given}: no such artifact directory or checkpoint")
-    return find(given, allow_remote), given
+    with console.Progress() as progress:
+        remote, revision, token = building.allow_remote_code, building.revision, building.token
+        directory = hub.find(given, remote, revision=revision, token=token, progress=progress)
+    return directory, hub.name_of(directory)
 
 
 @contextlib.contextmanager

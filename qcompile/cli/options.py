@@ -186,7 +186,19 @@ class DraftedCompilation(Compilation):
 
 
 @dataclass(frozen=True)
-class Building:
+class Hub:
+    """How a model comes from the model hub."""
+
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="NAME", help="Branch, tag or commit of a model on the hub.")
+    ] = None
+    token: Annotated[
+        str | None, typer.Option("--token", help="Access token of the hub. Default: HF_TOKEN, or the hub's login.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Building(Hub):
     """How to build a model that is given in place of an artifact; None and "auto" are what fits this machine."""
 
     recipe: Annotated[

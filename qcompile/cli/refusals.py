@@ -8,11 +8,12 @@ from pathlib import Path
 
 from qcompile import recipes, targets
 from qcompile.artifact.destination import check_replaceable
+from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints import hub
 from qcompile.cli.pass_fields import pass_fields
 from qcompile.errors import UsageError, suggestion
 
-_LOOKUP = "lookup"
+LOOKUP = "lookup"
 """The draft that is no model (qcompile/drafts.py)."""
 
 
@@ -24,8 +25,10 @@ def check_formats(recipe: str, target: str, head: str | None, options: Mapping[s
 
 def check_models(model: str, drafts: Sequence[str] = ()) -> None:
     """Refuse what is neither a checkpoint directory nor may be a name on the model hub."""
-    for name in (model, *(draft for draft in drafts if draft != _LOOKUP)):
+    for name in (model, *(draft for draft in drafts if draft != LOOKUP)):
         hub.check(name)
+        if (Path(name) / MANIFEST).is_file():
+            raise UsageError(f"{name} is an artifact, built already: give the folder of a model")
         configuration = Path(name) / "config.json"
         if Path(name).is_dir() and not configuration.exists():
             raise UsageError(f"{configuration} is missing: give a checkpoint directory")

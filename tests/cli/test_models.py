@@ -39,11 +39,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def builds(tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The builds that commands ask for, which are copies of an artifact that is there already."""
     asked: list[dict[str, Any]] = []
+    made = tiny_artifact("w8a8")
 
     def build(model: str, out: Path, **options: Any) -> pipeline.BuildReport:
         asked.append({"model": model} | options)
         shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(tiny_artifact("w8a8"), out)
+        shutil.copytree(made, out)
         return pipeline.BuildReport(out, (), {}, 8.0, {})
 
     monkeypatch.setattr(pipeline, "build", build)
