@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from qcompile import ops
 from qcompile.artifact import swap
+from qcompile.artifact.plain_files import read_plain
 from qcompile.artifact.reader import read_checked_manifest, read_manifest, verify
 from qcompile.errors import ArtifactError, ResourceError, UnsupportedError, UsageError
 from qcompile.formats.kv import kv_format
@@ -51,7 +52,7 @@ class _Weights:
             raise UnsupportedError(f"export: {root} is packed for {manifest['target']['name']}; build it for a CPU")
         self.root = root
         self.entries = {entry["name"]: entry for entry in manifest["runtime"]["weights"]}
-        text = (root / STEP).read_text(encoding="utf-8")
+        text = read_plain(root / STEP).decode()
         self.graph = Graph.from_json(text, WeightStore())
         self.shapes = {node["name"]: node["shapes"] for node in json.loads(text)["nodes"]}
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qcompile.artifact.plain_files import open_plain
 from qcompile.errors import ArtifactError
 
 _CHUNK = 1 << 20
@@ -21,7 +22,7 @@ def file_problem(root: Path, name: str, expected: dict[str, Any], into: memoryvi
     in the CPU cache; this is how weights are loaded.
     """
     try:
-        with open(root / name, "rb", buffering=0) as file:
+        with open_plain(root / name, within=root) as file:
             if os.fstat(file.fileno()).st_size != expected["bytes"]:
                 return f"{name}: {os.fstat(file.fileno()).st_size} bytes instead of {expected['bytes']}"
             digest = _hash_through(file.fileno(), expected["bytes"], into)

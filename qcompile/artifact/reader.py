@@ -21,6 +21,7 @@ from qcompile.artifact.layout import (
     seal,
 )
 from qcompile.artifact.manifest import SHAPE, check_manifest, check_shape
+from qcompile.artifact.plain_files import read_plain
 from qcompile.errors import ArtifactError, UsageError
 
 
@@ -34,7 +35,7 @@ def read_manifest(path: str | Path) -> Manifest:
     if not stat.S_ISDIR(_status(root).st_mode):
         raise UsageError(f"{root}: no such artifact directory")
     try:
-        raw = (root / MANIFEST).read_bytes()
+        raw = read_plain(root / MANIFEST, within=root)
     except FileNotFoundError:
         model = (root / "config.json").exists()
         hint = ": this is a model, make an artifact of it with `qcompile build`" if model else ""

@@ -11,7 +11,6 @@ import json
 import math
 import mmap
 import os
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -20,6 +19,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from qcompile.artifact.plain_files import NotPlainError, open_plain, read_plain
 from qcompile.errors import UnsupportedError, UsageError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -62,11 +62,11 @@ class Entry:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises UsageError if the file is missing, unreadable or holds something else."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would block
-            raise UsageError(f"{path} is no plain file")
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_plain(path))
     except FileNotFoundError:
         raise UsageError(f"{path} is missing") from None
+    except NotPlainError as error:
+        raise UsageError(f"{path} is {error.strerror}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(value, dict):
@@ -85,7 +85,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header object of `path`, the offset of its data, and the size of the file."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
             raise UsageError(f"{path} is truncated: {size} bytes do not hold a safetensors header")
@@ -213,7 +213,7 @@ class Checkpoint:
         if count == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
         skip = entry.begin % mmap.ALLOCATIONGRANULARITY
-        with entry.path.open("rb") as file:
+        with open_plain(entry.path) as file:
             if os.fstat(file.fileno()).st_size < entry.end:
                 raise UsageError(f"{entry.path} was truncated while it was read, at tensor {name}")
             view = mmap.mmap(file.fileno(), count + skip, access=mmap.ACCESS_COPY, offset=entry.begin - skip)
