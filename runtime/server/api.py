@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from qcompile.errors import UsageError
@@ -75,8 +75,9 @@ def _none_if_false(given: Any) -> Any:
     return None if given is False else given
 
 
-Stops = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops)]
+Stops = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops, str | list[str])]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
+OnePrompt = Annotated[Any, WithJsonSchema(TypeAdapter(str | list[int] | list[str] | list[list[int]]).json_schema())]
 _AS_THEY_ARE = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("seed", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
@@ -166,7 +167,7 @@ class CompletionRequest(Common):
 
     suffix: str | None = None
     """What follows the text that is asked for, if the model was trained to write what is between."""
-    prompt: Any  # checked where it is encoded: errors are clearer than those of a union type
+    prompt: OnePrompt  # checked where it is encoded: errors are clearer than those of a union type
     max_tokens: Annotated[int, Field(ge=0)] = 16
     echo: bool = False
     """Whether texts start with the prompt, and log probabilities with those of its tokens."""

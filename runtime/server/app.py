@@ -27,7 +27,7 @@ from qcompile.runtime.dialogue import DialogueFormat
 from qcompile.runtime.infill import infill_tokens
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.params import SamplingParams
-from qcompile.runtime.server import api
+from qcompile.runtime.server import answers, api
 from qcompile.runtime.server.asking import Asker
 from qcompile.runtime.server.chat_api import ChatRequest
 from qcompile.runtime.server.chat_replies import ChatReply
@@ -40,6 +40,7 @@ from qcompile.runtime.server.metrics import Metrics
 from qcompile.runtime.server.page import add_page, page_facts
 from qcompile.runtime.server.replies import CompletionReply, Echo, Reply
 from qcompile.runtime.server.responses.routes import ResponsesRoutes
+from qcompile.runtime.server.schema import add_schema, answered
 from qcompile.runtime.server.service import Service
 from qcompile.runtime.server.structured import structure_field
 from qcompile.runtime.server.tokenization import DetokenizeRequest, TokenizeRequest
@@ -168,7 +169,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 def create_app(served: Served, service: Service) -> FastAPI:
     """Create the application. `service` owns `served.llm`."""
-    app = FastAPI(title="qcompile", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="qcompile", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     handlers = _Handlers(served, service)
     most = max(MOST_BYTES, MOST_BYTES_A_TOKEN * served.llm.context)
     app.add_middleware(
@@ -182,16 +185,16 @@ def create_app(served: Served, service: Service) -> FastAPI:
     app.add_middleware(_Middleware, metrics=handlers.metrics, most=most)
     if served.sinks:
         app.add_middleware(ExchangeRecorder, sinks=served.sinks)
-    app.api_route("/health", methods=_READ)(handlers.health)
-    app.api_route("/metrics", methods=_READ)(handlers.show_metrics)
+    _readable(app.router, "/health", handlers.health, answered(answers.HealthAnswer))
+    _readable(app.router, "/metrics", handlers.show_metrics, answered(None, text="text/plain"))
     guarded = APIRouter(route_class=_guarded(handlers.authorize))
-    guarded.api_route("/v1/models", methods=_READ)(handlers.models)
-    guarded.api_route("/v1/models/{name:path}", methods=_READ)(handlers.model)
-    guarded.api_route("/version", methods=_READ)(handlers.version)
-    guarded.post("/tokenize")(handlers.tokenize)
-    guarded.post("/detokenize")(handlers.detokenize)
-    guarded.post("/v1/completions")(handlers.complete)
-    guarded.post("/v1/chat/completions")(handlers.chat)
+    _readable(guarded, "/v1/models", handlers.models, answered(answers.ModelsAnswer))
+    _readable(guarded, "/v1/models/{name:path}", handlers.model, answered(answers.ModelEntry))
+    _readable(guarded, "/version", handlers.version, answered(answers.VersionAnswer))
+    guarded.post("/tokenize", **answered(answers.TokenizeAnswer))(handlers.tokenize)
+    guarded.post("/detokenize", **answered(answers.DetokenizeAnswer))(handlers.detokenize)
+    guarded.post("/v1/completions", **answered(answers.CompletionAnswer, streams=True))(handlers.complete)
+    guarded.post("/v1/chat/completions", **answered(answers.ChatAnswer, streams=True))(handlers.chat)
     ResponsesRoutes(handlers.asker).add_to(guarded)
     MessagesRoutes(handlers.asker).add_to(guarded)
     EmbeddingsRoute(handlers.asker, service, served.llm.engine).add_to(guarded)
@@ -200,8 +203,15 @@ def create_app(served: Served, service: Service) -> FastAPI:
         facts = page_facts(served.name, llm.context, served.template is not None, llm.sampling_defaults)
         add_page(app, facts, handlers.authorize)
     app.include_router(guarded)
+    add_schema(app)
     add_error_handlers(app)
     return app
+
+
+def _readable(router: APIRouter, path: str, handler: Callable[..., Any], told: dict[str, Any]) -> None:
+    """Add a route for GET and HEAD, of which the schema has one."""
+    router.get(path, **told)(handler)
+    router.head(path, include_in_schema=False)(handler)
 
 
 def _guarded(authorize: Callable[[Request], None]) -> type[APIRoute]:
@@ -268,7 +278,7 @@ class _Handlers:
         return JSONResponse({"version": __version__})
 
     async def tokenize(self, asked: TokenizeRequest) -> JSONResponse:
-        """POST /tokenize."""
+        """The tokens of a text or a conversation."""
         self.asker.check_model(asked.model)
         dialogue = asked.dialogue()
 
@@ -279,7 +289,7 @@ class _Handlers:
         return JSONResponse(await run_in_threadpool(tokens))
 
     async def detokenize(self, asked: DetokenizeRequest) -> JSONResponse:
-        """POST /detokenize."""
+        """The text of tokens."""
         self.asker.check_model(asked.model)
         return JSONResponse(await run_in_threadpool(asked.reply, self._llm))
 
@@ -288,7 +298,7 @@ class _Handlers:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "qcompile", "max_model_len": most}
 
     async def complete(self, asked: api.CompletionRequest, request: Request) -> Response:
-        """POST /v1/completions."""
+        """Continue one or several prompts."""
         params = asked.params(self._llm.sampling_defaults)
         prompts = asked.prompts()
         if asked.suffix:
@@ -299,7 +309,7 @@ class _Handlers:
         return await self._answer(request, asked, prompts, params, reply)
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
-        """POST /v1/chat/completions."""
+        """Reply to a conversation."""
         templates = self.asker.templates
         given = asked.params(self._llm.sampling_defaults)
         turn = await run_in_threadpool(templates.turn, asked.dialogue(given.structure is not None))

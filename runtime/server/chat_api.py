@@ -61,7 +61,9 @@ class ChatMessage(BodyPart):
     idle: ClassVar[dict[str, tuple[object, ...]]] = {"tool_calls": ([],), "annotations": ([],)}
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        list[Annotated[TextPart, BeforeValidator(_text_alone)]], Field(fail_fast=True), BeforeValidator(_parts)
+        list[Annotated[TextPart, BeforeValidator(_text_alone)]],
+        Field(fail_fast=True),
+        BeforeValidator(_parts, str | list[TextPart]),
     ]
     name: str | None = None
     reasoning_content: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import ClassVar, Literal, Protocol, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -15,8 +15,10 @@ from qcompile.runtime.arguments import Prompt
 from qcompile.runtime.embeddings import EmbeddingOptions, Pooling, PoolingEngine
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.params import SamplingParams
-from qcompile.runtime.server.api import BodyPart
+from qcompile.runtime.server.answers import EmbeddingsAnswer
+from qcompile.runtime.server.api import BodyPart, OnePrompt
 from qcompile.runtime.server.asking import Asker, unless_gone
+from qcompile.runtime.server.schema import answered
 
 MOST_INPUTS = 2048
 """Most texts of a request, as at OpenAI."""
@@ -37,7 +39,7 @@ class EmbeddingsRequest(BodyPart):
 
     idle: ClassVar[dict[str, tuple[object, ...]]] = {"priority": (0,)}
     model: str | None = None
-    input: Any  # checked where it is encoded: errors are clearer than those of a union type
+    input: OnePrompt  # checked where it is encoded: errors are clearer than those of a union type
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     pooling: Pooling = "last"
@@ -69,10 +71,10 @@ class EmbeddingsRoute:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the route to a router."""
-        router.post("/v1/embeddings")(self.embed)
+        router.post("/v1/embeddings", **answered(EmbeddingsAnswer))(self.embed)
 
     async def embed(self, asked: EmbeddingsRequest, request: Request) -> Response:
-        """POST /v1/embeddings."""
+        """Embeddings of one text or several."""
         self._asker.check_model(asked.model)
         how = EmbeddingOptions(asked.pooling, asked.normalize, asked.dimensions)
         how.check(self._engine)

@@ -50,7 +50,7 @@ def _blocks(given: Any) -> Any:
     return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
-Texts = Annotated[list[TextBlock], Field(fail_fast=True), BeforeValidator(_blocks)]
+Texts = Annotated[list[TextBlock], Field(fail_fast=True), BeforeValidator(_blocks, str | list[TextBlock])]
 
 
 class ToolResultBlock(CachedPart):
@@ -69,7 +69,7 @@ class MessagePart(BodyPart):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[_Block], Field(fail_fast=True), BeforeValidator(_blocks)]
+    content: Annotated[list[_Block], Field(fail_fast=True), BeforeValidator(_blocks, str | list[_Block])]
 
     def plain(self, place: str) -> Iterator[Message]:
         """The message in the form of chat completions, where results of calls are messages. Raises UsageError."""

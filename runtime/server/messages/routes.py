@@ -8,8 +8,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from qcompile.runtime.server.asking import Asker
 from qcompile.runtime.server.errors import MESSAGES
+from qcompile.runtime.server.messages.answer import CountAnswer, MessageAnswer, MessagesFailure
 from qcompile.runtime.server.messages.reply import MessageReply
 from qcompile.runtime.server.messages.request import CountRequest, MessagesRequest
+from qcompile.runtime.server.schema import answered
 from qcompile.runtime.turn import Turn
 
 
@@ -21,11 +23,11 @@ class MessagesRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to a router."""
-        router.post(MESSAGES)(self.create)
-        router.post(f"{MESSAGES}/count_tokens")(self.count)
+        router.post(MESSAGES, **answered(MessageAnswer, MessagesFailure, streams=True))(self.create)
+        router.post(f"{MESSAGES}/count_tokens", **answered(CountAnswer, MessagesFailure))(self.count)
 
     async def create(self, asked: MessagesRequest, request: Request) -> Response:
-        """POST /v1/messages."""
+        """Reply to a conversation, in the form of Anthropic's Messages API."""
         given = asked.params(self._asker.llm.sampling_defaults)
         turn = await self._turn(asked)
         params = turn.params(given)
@@ -40,7 +42,7 @@ class MessagesRoutes:
         return JSONResponse(reply.whole(outputs[0]))
 
     async def count(self, asked: CountRequest) -> JSONResponse:
-        """POST /v1/messages/count_tokens."""
+        """The number of tokens of the prompt that a message would have."""
         turn = await self._turn(asked)
         return JSONResponse({"input_tokens": await run_in_threadpool(self._asker.count, turn.prompt)})
 

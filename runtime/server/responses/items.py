@@ -40,7 +40,9 @@ def _parts(given: Any) -> Any:
 
 
 Content = Annotated[
-    list[Annotated[ItemText, BeforeValidator(_text_alone)]], Field(fail_fast=True), BeforeValidator(_parts)
+    list[Annotated[ItemText, BeforeValidator(_text_alone)]],
+    Field(fail_fast=True),
+    BeforeValidator(_parts, str | list[ItemText]),
 ]
 
 
@@ -113,7 +115,7 @@ def _said(given: Any) -> Any:
     return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
 
 
-Input = Annotated[list[Item], Field(fail_fast=True), BeforeValidator(_said)]
+Input = Annotated[list[Item], Field(fail_fast=True), BeforeValidator(_said, str | list[Item])]
 
 
 def messages_of(items: Iterable[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem]) -> list[Message]:

@@ -11,10 +11,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from qcompile.errors import UsageError
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.asking import Asker
+from qcompile.runtime.server.responses.answer import DeletedAnswer, InputTokensAnswer, ResponseAnswer
 from qcompile.runtime.server.responses.items import Message, messages_of
 from qcompile.runtime.server.responses.reply import ResponseReply
 from qcompile.runtime.server.responses.request import ResponsesRequest
 from qcompile.runtime.server.responses.store import ResponseStore, StoredResponse, UnknownResponseError
+from qcompile.runtime.server.schema import answered
 from qcompile.runtime.turn import Turn
 
 _PATH = "/v1/responses"
@@ -28,14 +30,14 @@ class ResponsesRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to a router."""
-        router.post(_PATH)(self.create)
-        router.post(f"{_PATH}/input_tokens")(self.count)
-        router.get(f"{_PATH}/{{id}}")(self.retrieve)
-        router.delete(f"{_PATH}/{{id}}")(self.delete)
-        router.post(f"{_PATH}/{{id}}/cancel")(self.cancel)
+        router.post(_PATH, **answered(ResponseAnswer, streams=True))(self.create)
+        router.post(f"{_PATH}/input_tokens", **answered(InputTokensAnswer))(self.count)
+        router.get(f"{_PATH}/{{id}}", **answered(ResponseAnswer))(self.retrieve)
+        router.delete(f"{_PATH}/{{id}}", **answered(DeletedAnswer))(self.delete)
+        router.post(f"{_PATH}/{{id}}/cancel", **answered(ResponseAnswer))(self.cancel)
 
     async def create(self, asked: ResponsesRequest, request: Request) -> Response:
-        """POST /v1/responses."""
+        """Reply to a conversation, in the form of OpenAI's Responses API."""
         before = self._before(asked)
         turn, params = await self._turn(asked, before)
         reply = ResponseReply(self._asker.name, asked, params, turn, self._asker.count)
@@ -56,24 +58,24 @@ class ResponsesRoutes:
         return JSONResponse(response)
 
     async def count(self, asked: ResponsesRequest) -> JSONResponse:
-        """POST /v1/responses/input_tokens: the number of tokens of the prompt that a response would have."""
+        """The number of tokens of the prompt that a response would have."""
         turn, _ = await self._turn(asked, self._before(asked))
         tokens = await run_in_threadpool(self._asker.count, turn.prompt)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def retrieve(self, id: str, stream: bool = False) -> JSONResponse:
-        """GET /v1/responses/ID."""
+        """A response that was kept."""
         if stream:
             raise UsageError("stream: a response that was kept cannot be streamed")
         return JSONResponse(self._store.get(id).response)
 
     async def delete(self, id: str) -> JSONResponse:
-        """DELETE /v1/responses/ID."""
+        """Forget a response."""
         self._store.remove(id)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, id: str) -> JSONResponse:
-        """POST /v1/responses/ID/cancel."""
+        """Refused: responses do not run in the background."""
         self._store.get(id)
         raise UsageError(
             "only responses in the background can be cancelled, and `background` is not supported: close the connection"
