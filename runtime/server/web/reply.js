@@ -40,7 +40,7 @@ class Reply {
     if (count > this.firstTokens && seconds > 0) shown.push(`${inDigits((count - this.firstTokens) / seconds)} tokens/s`);
     shown.push(`first after ${inDigits((this.first - this.asked) / 1000)} s`);
     const { accepted_prediction_tokens: accepted, rejected_prediction_tokens: rejected } = this.usage.completion_tokens_details ?? {};
-    if (accepted + rejected > 0) shown.push(`${Math.round((100 * accepted) / (accepted + rejected))} % of drafts accepted`);
+    if (accepted + rejected > 0) shown.push(`${Math.round((100 * accepted) / (accepted + rejected))}\u00a0% of drafts accepted`);
     if (this.ended === "length") shown.push("ended by the limit of tokens");
     if (this.ended === "stopped") shown.push("stopped");
     return shown;

@@ -262,7 +262,7 @@ def test_a_conversation(browser: Browser, address: str, script: Script, look: st
         page.locator('#log[aria-busy="false"]').wait_for()
         assert page.locator(".assistant").count() == 1 and fits(page)
         told = page.locator(".numbers").inner_text()
-        assert re.fullmatch(r"\d+ tokens · [\d.]+ tokens/s · first after [\d.]+ s · 75 % of drafts accepted", told)
+        assert re.fullmatch(r"\d+ tokens · [\d.]+ tokens/s · first after [\d.]+ s · 75\u00a0% of drafts accepted", told)
         assert page.evaluate("document.activeElement.id") == "message"
         assert findings(page) == []
         script.pieces = ["fine"]
