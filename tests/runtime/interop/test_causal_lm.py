@@ -139,7 +139,11 @@ def test_streamers_and_criteria(model: Any, inputs: Any, tokenizer: Any, capsys:
     count = 1 + whole[0, ids.shape[1] :].tolist().index(third)
     assert torch.equal(stopped, whole[:, : ids.shape[1] + count])
     assert seen == [whole[0, : ids.shape[1] + each].tolist() for each in range(1, count + 1)]
-    batch = model.generate(**inputs, max_new_tokens=12, stopping_criteria=[EosTokenCriteria(third)], pad_token_id=5)
+    seen.clear()
+    criteria = [note, EosTokenCriteria(third)]
+    batch = model.generate(**inputs, max_new_tokens=12, stopping_criteria=criteria, pad_token_id=5)
+    for each in batch.tolist():
+        assert each[: ids.shape[1] + 1] in seen
     assert batch[1, : stopped.shape[1]].tolist() == stopped[0].tolist() and set(
         batch[1, stopped.shape[1] :].tolist()
     ) <= {5}
@@ -210,6 +214,10 @@ def test_a_model_of_few_facts() -> None:
         found = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=500)
         (output,) = llm.generate([5, 6, 7], temperature=0, max_tokens=500)
         assert found[0, 3:].tolist() == output.outputs[0].token_ids and found[0, -1] in (EOS, 9)
+        (output,) = llm.generate([5, 6, 7], temperature=0, max_tokens=300, ignore_eos=True)
+        absent = min(set(range(llm.vocab_size)) - set(output.outputs[0].token_ids))
+        others = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=300, eos_token_id=absent)[0, 3:].tolist()
+        assert others == output.outputs[0].token_ids and EOS in others
         llm.generation_config = {"do_sample": True, "temperature": 0.5, "pad_token_id": 4, "eos_token_id": 77}
         own = llm.as_transformers().generation_config
         assert (own.do_sample, own.temperature, own.pad_token_id, own.eos_token_id) == (True, 0.5, 4, [EOS, 9])
