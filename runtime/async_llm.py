@@ -7,15 +7,20 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qcompile.errors import UsageError
-from qcompile.runtime.arguments import Params, Prompt, params_for
+from qcompile.runtime.arguments import Params, Prompt, Prompts, as_list, params_for
 from qcompile.runtime.chats import ChatOptions, Conversation, MessageReader, conversations_of
+from qcompile.runtime.embeddings import EmbeddingOptions, Pooling
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.load import load
 from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.service import Service
@@ -68,6 +73,19 @@ class AsyncLLM:
         options: `tools` and the other keywords of `LLM.chat`, and fields of SamplingParams.
         """
         return AsyncOutputs(lambda partial: self._run(lambda: self._conversed(messages, params, options), partial))
+
+    async def embed(
+        self, texts: Prompts, *, pooling: Pooling = "last", normalize: bool = True, dimensions: int | None = None
+    ) -> FloatArray:
+        """Embeddings of one text or several, float32 [texts, dimensions], as `LLM.embed` gives them.
+
+        Other requests run between two texts.
+        """
+        how = EmbeddingOptions(pooling, normalize, dimensions)
+        alone = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        listed, engine = as_list(texts), self.llm.engine
+        tokens = await asyncio.to_thread(lambda: [self.llm.encode(text, params=alone) for text in listed])
+        return np.concatenate([await self._service.call(partial(how.embeddings, engine, [one])) for one in tokens])
 
     async def aclose(self) -> None:
         """End the thread, and close the model if it was loaded here. Unfinished requests raise ResourceError."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import qcompile
@@ -215,14 +216,18 @@ def test_an_artifact_is_loaded_and_closed(tiny_artifact: Callable[[str], Path]) 
     async def use() -> Any:
         async with AsyncLLM(path, threads=1) as model:
             opened.append(model.llm)
-            return await model.generate("import ", temperature=0, max_tokens=8)
+            with pytest.raises(UsageError, match="dimensions"):
+                await model.embed("x", dimensions=0)
+            asked = model.generate("import ", temperature=0, max_tokens=8), model.embed(["x", [5, 6]], pooling="mean")
+            return await asyncio.gather(*asked)
 
     opened: list[LLM] = []
-    found = asyncio.run(use())
+    found, embeddings = asyncio.run(use())
     with pytest.raises(UsageError, match="closed"):
         opened[0].generate("x")
     with contextlib.closing(qcompile.load(path, threads=1)) as alone:
         assert alone.generate("import ", temperature=0, max_tokens=8)[0].outputs == found.outputs
+        np.testing.assert_array_equal(alone.embed(["x", [5, 6]], pooling="mean"), embeddings)
 
 
 def test_the_event_loop_goes_on(llm: LLM) -> None:

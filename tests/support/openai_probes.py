@@ -1,4 +1,4 @@
-"""Requests of every field of OpenAI's completions, chat completions and responses."""
+"""Requests of every field of OpenAI's completions, chat completions, responses and embeddings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as CompletionParams
+from openai.types.embedding_create_params import EmbeddingCreateParams as EmbeddingParams
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as ResponseParams
 
 from tests.support.compatibility import Api, Probe, Shows
@@ -257,6 +258,34 @@ RESPONSES = Api(
         "service_tier": [Probe("auto")],
         "top_logprobs": [Probe(0), Probe(2)],
         "truncation": [Probe("disabled"), Probe("auto")],
+        "user": [Probe("u")],
+    },
+)
+
+
+def _embeddings(count: int) -> Shows:
+    """Whether a reply has so many embeddings."""
+    return lambda reply, plain: len(reply.data) == count
+
+
+EMBEDDINGS = Api(
+    "/v1/embeddings",
+    EmbeddingParams,
+    {"model": "tiny", "input": "x"},
+    lambda client, request: client.embeddings.create(**request),
+    {
+        "input": [
+            Probe("x", _embeddings(1)),
+            Probe(["x", "y"], _embeddings(2)),
+            Probe([89, 90], _embeddings(1)),
+            Probe([[89], [90, 91]], _embeddings(2)),
+        ],
+        "dimensions": [Probe(7, lambda reply, plain: len(reply.data[0].embedding) == 7), Probe(1 << 20)],
+        "encoding_format": [
+            Probe("float", lambda reply, plain: reply.data[0].embedding == plain.data[0].embedding),
+            Probe("base64", lambda reply, plain: isinstance(reply.data[0].embedding, str)),
+        ],
+        "model": [Probe("tiny", lambda reply, plain: reply.model == "tiny"), Probe("other")],
         "user": [Probe("u")],
     },
 )

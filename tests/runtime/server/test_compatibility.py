@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,36 @@ import anthropic
 import openai
 import pytest
 
+import qcompile
+from tests.runtime.server.test_server import serving
 from tests.runtime.server.test_tools import TEMPLATE, Say, say, serving_with
 from tests.support.anthropic_probes import MESSAGES
 from tests.support.compatibility import Api, RefusedRequest, row
 from tests.support.fake import FakeLibrary
-from tests.support.openai_probes import CHATS, COMPLETIONS, RESPONSES
+from tests.support.openai_probes import CHATS, COMPLETIONS, EMBEDDINGS, RESPONSES
 
 __all__ = ["say"]
 
 PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
-APIS = (CHATS, COMPLETIONS, RESPONSES, MESSAGES)
+APIS = (CHATS, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS)
 IDS = [api.path for api in APIS]
 
 
 @pytest.fixture(scope="module")
-def clients() -> Iterator[dict[str, Any]]:
-    with serving_with(TEMPLATE) as server:
-        url = f"http://127.0.0.1:{server.port}"
+def clients(tiny_artifact: Callable[[str], Path]) -> Iterator[dict[str, Any]]:
+    """A client for each endpoint. Embeddings are those of an artifact: the fake model has no hidden states."""
+    with (
+        qcompile.load(tiny_artifact("f32"), threads=1) as llm,
+        serving_with(TEMPLATE) as server,
+        serving(llm) as embedding,
+    ):
+        url, key = f"http://127.0.0.1:{server.port}", {"api_key": "none", "max_retries": 0}
         with (
-            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as one,
-            anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as other,
+            openai.OpenAI(base_url=f"{url}/v1", **key) as one,
+            openai.OpenAI(base_url=f"http://127.0.0.1:{embedding.port}/v1", **key) as two,
+            anthropic.Anthropic(base_url=url, **key) as three,
         ):
-            yield {api.path: other if api is MESSAGES else one for api in APIS}
+            yield {api.path: one for api in APIS} | {EMBEDDINGS.path: two, MESSAGES.path: three}
 
 
 @pytest.mark.parametrize("api", APIS, ids=IDS)
