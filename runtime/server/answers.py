@@ -34,13 +34,21 @@ class CachedTokens(AnswerPart):
     cached_tokens: int
 
 
+class DraftTokens(AnswerPart):
+    """Tokens that drafts proposed: those that were kept, and the others."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(AnswerPart):
-    """Token counts."""
+    """Token counts; those of drafts where some were made."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: DraftTokens | None = None
 
 
 class CompletionLogprobs(AnswerPart):

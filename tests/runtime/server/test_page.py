@@ -12,6 +12,7 @@ import pytest
 from qcompile import __version__
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
+from qcompile.runtime.server.answers import Usage
 from qcompile.runtime.server.api import usage
 from tests.runtime.server.test_server import serving
 from tests.support.fake import CONTEXT, byte_tokenizer, fake_llm
@@ -29,10 +30,10 @@ def test_the_page_is_one_document(llm: LLM) -> None:
         response = client.open("/")
         document = response.read().decode()
         assert response.status == 200 and response.getheader("content-type") == "text/html; charset=utf-8"
-        assert client.open("/", method="HEAD").status == 200
+        assert client.open("/", method="HEAD").status == client.open("/docs").status == 200
     assert document.startswith("<!doctype html>")
     sources = re.findall(r'(?:src|href)="([^"]*)"', document)
-    assert sources and not [each for each in sources if not each.startswith(("#", "data:"))]
+    assert sources and not [each for each in sources if not each.startswith(("#", "data:")) and each != "docs"]
     assert re.findall(r"@import|url\(|innerHTML|eval\(|document\.write", document) == []
 
 
@@ -80,6 +81,7 @@ def test_usage_tells_what_became_of_drafts() -> None:
         drafts = SpeculationMetrics(rounds=1, drafted=drafted, accepted=accepted) if drafted else None
         return RequestOutput(0, None, [1], [CompletionOutput(0)], True, RequestMetrics(), drafts)
 
-    told = usage([output([3, 2], [2, 1]), output([], []), output([1], [1])])["completion_tokens_details"]
-    assert told == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2}
+    told = usage([output([3, 2], [2, 1]), output([], []), output([1], [1])])
+    assert told["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2}
+    assert Usage.model_validate(told).model_dump() == told
     assert "completion_tokens_details" not in usage([output([], [])])
