@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qcompile import texts
+from qcompile import sample_text, texts
 from qcompile.clock import Progress, silent
 from qcompile.errors import ResourceError, UsageError
 from qcompile.texts import encoded
@@ -52,7 +52,8 @@ EXCERPT_TOKENS = 8192
 class CalibrationSource:
     """Where calibration tokens come from: a text file, or tokens int64 [samples, length], and how much of it to use.
 
-    `samples`, `length` and `seed` select from a file; tokens are used as they are.
+    `given` may be `sample_text.FOLDER`, for the text that comes with the package. `samples`, `length` and `seed` select
+    from a text; tokens are used as they are.
     """
 
     given: str | Path | Tensor
@@ -228,7 +229,7 @@ def read(
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(windows, generator=generator)[:samples].sort().values
     tokens = torch.tensor(stream[: windows * length]).reshape(windows, length)[chosen]
-    calibration = Calibration(tokens, Path(path).name)
+    calibration = Calibration(tokens, "the sample text" if Path(path) == sample_text.FOLDER else Path(path).name)
     calibration.check_vocabulary(vocabulary)
     return calibration
 
@@ -236,8 +237,11 @@ def read(
 def read_documents(path: str | Path) -> list[str]:
     """The "text" of every line of a JSONL file, or a plain text file as one document.
 
-    A file is JSONL if its first non-blank line is a JSON object. Raises UsageError with the line number.
+    A file is JSONL if its first non-blank line is a JSON object. The folder of the package's text has several
+    documents. Raises UsageError with the line number.
     """
+    if Path(path) == sample_text.FOLDER:
+        return sample_text.documents()
     try:
         whole = texts.read(path)
     except UnicodeDecodeError as error:

@@ -202,7 +202,8 @@ def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions
     planned = CompilationPlan(graphs, program, table.weights, records, bits, {}, b"", paths, drafts.lookup)
     with clock("describe"):
         files = _small_files(planned) | (tokenizer_files(model) if isinstance(model, (str, Path)) else {})
-        told = {"command": _command(model, schedule, drafts, options), "versions": describe.makers()}
+        named = Path(graphs[-1].info.name) if isinstance(model, (str, Path)) else model
+        told = {"command": _command(named, schedule, drafts, options), "versions": describe.makers()}
         report = canonical_json(_report(planned, schedule) | told)
     return replace(planned, files=files, report=report)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from qcompile import sample_text
 from qcompile.calibration import Calibration, CalibrationSource, load_tokenizer, open_source, read
 from qcompile.errors import ResourceError, UsageError
 from tests.conftest import SAMPLE
@@ -144,3 +145,11 @@ def test_results_of_other_samples_of_the_same_text_are_not_taken() -> None:
     tokens, graph = torch.arange(32), decoder(layers=1)
     one, two = (Calibration(tokens.view(shape)).fingerprint(graph.content(), "") for shape in ((4, 8), (8, 4)))
     assert one != two
+
+
+def test_the_sample_text_gives_samples_for_any_context() -> None:
+    documents = sample_text.documents()
+    assert len(documents) > 30 and all(text.strip() for text in documents) and sum(map(len, documents)) > 100_000
+    found = sample(sample_text.FOLDER, samples=128, length=1024)
+    assert found.describe()["source"] == "the sample text" and 30 <= len(found.tokens) <= 60
+    assert found.tokens.shape[1] == 1024 and int(found.tokens[0, 0]) == 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qcompile import texts
+from qcompile import sample_text, texts
 from qcompile.checkpoints import hub
 from qcompile.cli import console, refusals
 from qcompile.cli.options import (
@@ -24,11 +24,14 @@ from qcompile.cli.options import (
     Remote,
     command,
 )
-from qcompile.recipes import allocation, get_recipe, parse_options
+from qcompile.recipes import Recipe, allocation, get_recipe, parse_options
 
 if TYPE_CHECKING:
     from qcompile.passes.base import PassRecord
     from qcompile.pipeline import BuildReport
+
+_NAMED_TEXTS = {Path("none"): None, Path("sample"): sample_text.FOLDER}
+"""Values of `--calib` that are no files."""
 
 
 @command
@@ -49,8 +52,8 @@ def build(  # parameters: the groups of its options
     Example:
       qcompile build samples/pycode-26m -o out/pycode --recipe w4a8
       qcompile build samples/pycode-26m -o out/kv8 --recipe f32 --set cache.format=kv8
-      qcompile build samples/pycode-26m -o out/qserve --recipe qserve --calib text.jsonl
-      qcompile build samples/pycode-26m -o out/auto --recipe auto --calib text.jsonl --target-bits 4.4
+      qcompile build samples/pycode-26m -o out/qserve --recipe qserve --calib samples/text.jsonl
+      qcompile build samples/pycode-26m -o out/auto --recipe auto --calib samples/text.jsonl --target-bits 4.4
       qcompile build samples/pycode-26m -o out/fast --recipe ml-specqd --draft samples/pycode-1m --draft lookup
       qcompile build samples/pycode-26m -o out/tuned --lora my-adapter --lora style=0.5
     """
@@ -58,7 +61,7 @@ def build(  # parameters: the groups of its options
     recipe = get_recipe(compilation.recipe)
     refusals.check_formats(compilation.recipe, compilation.target, compilation.head_dtype, settings)
     refusals.check_pass("--explain", inspection.explain)
-    if calibration.calib is not None:
+    if calibration.calib is not None and calibration.calib not in _NAMED_TEXTS:
         texts.check(calibration.calib)
     drafts: Sequence[str | Path] = compilation.drafts or ()
     refusals.check_models(model, compilation.drafts or ())
@@ -66,12 +69,11 @@ def build(  # parameters: the groups of its options
     with console.Progress() as progress:
         source = hub.find(model, allow_remote_code, progress=progress, **asdict(access))
         drafts = [_fetched(each, access, progress) for each in drafts]
+        text = _calibration_text(calibration.calib, recipe, source)
         progress("import", 0, 1)
         gc.set_threshold(50_000, 20, 100)  # imports and traces are not garbage: looking for it would take 0.5 s
         given = compilation, inspection, calibration, settings, allow_remote_code, progress
-        report = _build(source, drafts, output, *given)
-    if recipe.calibrated and calibration.calib is None:
-        console.log(f"qcompile: recipe {recipe.name} wants --calib FILE: without it weights are rounded to nearest")
+        report = _build(source, drafts, output, text, *given)
     print_build(report, recipe.name, compilation.target, inspection.explain, json)
 
 
@@ -80,10 +82,25 @@ def _fetched(draft: str | Path, access: Hub, progress: console.Progress) -> str 
     return draft if draft == refusals.LOOKUP else hub.find(draft, token=access.token, progress=progress)
 
 
+def _calibration_text(given: Path | None, recipe: Recipe, model: Path) -> Path | None:
+    """The text of `--calib`, or the package's text for recipes that need one and checkpoints that can read it."""
+    if given is not None:
+        return _NAMED_TEXTS.get(given, given)
+    if not recipe.calibrated:
+        return None
+    if not (model / "tokenizer.json").is_file():
+        console.note(f"qcompile: recipe {recipe.name} wants a text, but {model} has no tokenizer.json: no calibration")
+        return None
+    how = "--calib FILE takes a text of yours, --calib none rounds to nearest"
+    console.note(f"qcompile: recipe {recipe.name} is calibrated on the package's sample text; {how}")
+    return sample_text.FOLDER
+
+
 def _build(  # parameters: the groups of options of the command
     model: Path,
     drafts: Sequence[str | Path],
     output: Path,
+    text: Path | None,
     compilation: DraftedCompilation,
     inspection: Inspection,
     calibration: CalibrationText,
@@ -95,7 +112,6 @@ def _build(  # parameters: the groups of options of the command
     from qcompile import pipeline
     from qcompile.calibration import CalibrationSource
 
-    given = calibration.calib
     return pipeline.build(
         model,
         output,
@@ -108,7 +124,7 @@ def _build(  # parameters: the groups of options of the command
         progress=progress,
         dump_ir=inspection.dump_ir,
         check_passes=inspection.check,
-        calib=given and CalibrationSource(given, calibration.samples, calibration.length, calibration.seed),
+        calib=text and CalibrationSource(text, calibration.samples, calibration.length, calibration.seed),
         allow_remote=allow_remote,
     )
 

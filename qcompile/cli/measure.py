@@ -44,7 +44,7 @@ def evaluate(
 
     \b
     Example:
-      qcompile eval out/pycode --data heldout.jsonl --json
+      qcompile eval out/pycode --data samples/heldout.jsonl --json
     """
     texts.check(data)
     with opened(out, building, loading, gamma=0) as (llm, _), console.Progress() as progress:
@@ -142,7 +142,7 @@ def tune(
 
     \b
     Example:
-      qcompile tune out/fast --data prompts.jsonl
+      qcompile tune out/fast --data samples/prompts.jsonl
     """
     from qcompile.cli import tune as tuning
 

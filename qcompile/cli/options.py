@@ -247,7 +247,12 @@ class CalibrationText:
 
     calib: Annotated[
         Path | None,
-        typer.Option("--calib", metavar="FILE", help='Calibration text: plain, or JSON lines with a "text" field.'),
+        typer.Option(
+            "--calib",
+            metavar="FILE|sample|none",
+            help='Calibration text: plain, or JSON lines with a "text" field; or the package\'s own text. '
+            "Default: sample, for recipes that need a text.",
+        ),
     ] = None
     samples: Annotated[
         int, typer.Option("--num-calibration-samples", min=1, metavar="N", help="Number of calibration samples.")

@@ -49,7 +49,7 @@ def run_batch(
 
     \b
     Example:
-      qcompile run-batch out/pycode requests.jsonl -o results.jsonl
+      qcompile run-batch out/pycode samples/requests.jsonl -o results.jsonl
     """
     texts.check(file)
     try:

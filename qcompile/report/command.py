@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qcompile import sample_text
 from qcompile.calibration import CalibrationSource
 
 
@@ -49,7 +50,7 @@ def _calibration(calib: CalibrationSource | None) -> list[str]:
     if calib is None:
         return []
     usual = CalibrationSource("")
-    words = ["--calib", _last(calib.given)]
+    words = ["--calib", "sample" if calib.given == sample_text.FOLDER else _last(calib.given)]
     for option, name in (("--num-calibration-samples", "samples"), ("--max-seq-length", "length"), ("--seed", "seed")):
         if getattr(calib, name) != getattr(usual, name):
             words += [option, str(getattr(calib, name))]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_FOLDER = Path(__file__).parent / "documents"
+FOLDER = Path(__file__).parent / "documents"
+"""Where the documents are. As calibration text, it stands for all of them."""
 
 
 def documents() -> list[str]:
     """The documents, in a fixed order."""
-    return [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.txt"))]
+    return [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.txt"))]

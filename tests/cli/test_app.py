@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from qcompile import sample_text
 from qcompile.__main__ import main
 from qcompile.cli import bench, console, tune
+from qcompile.errors import ResourceError
 from qcompile.runtime.cuda.executor import CudaExecutor
 
 Build = Callable[[str], Path]
@@ -231,6 +233,49 @@ def test_build_refuses_text_it_cannot_calibrate_by(
     assert message in refusal(capsys, 2, *command)
     assert "write a share between 0 and 1" in refusal(capsys, 2, *command, "--set", "salience.fraction=1.5")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calib.txt", "model"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "calib", "used", "said"),
+    [
+        ("qserve", None, sample_text.FOLDER, "calibrated on the package's sample text"),
+        ("qserve", "none", None, ""),
+        ("w4a8", None, None, ""),
+        ("w4a8", "sample", sample_text.FOLDER, ""),
+        ("w4a8", "TEXT", "TEXT", ""),
+    ],
+)
+def test_recipes_that_need_a_text_take_that_of_the_package(
+    recipe: str,
+    calib: str | None,
+    used: Any,
+    said: str,
+    capsys: Capture,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[Any] = []
+
+    def note(*_: object, calib: Any, **__: object) -> None:
+        taken.append(calib and calib.given)
+        raise ResourceError("enough")
+
+    monkeypatch.setattr("qcompile.pipeline.build", note)
+    text = tmp_path / "TEXT"
+    text.write_text("x")
+    given = () if calib is None else ("--calib", text if calib == "TEXT" else calib)
+    assert code_of("build", tiny_checkpoint, "-o", tmp_path / "out", "--recipe", recipe, *given) == 5
+    assert taken == [text if used == "TEXT" else used] and said in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_reads_no_text(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qcompile.pipeline.build", lambda *_, calib, **__: sys.exit(7 if calib is None else 8))
+    (tmp_path / "config.json").write_text("{}")
+    assert code_of("build", tmp_path, "-o", tmp_path / "out", "--recipe", "qserve") == 7
+    assert "no tokenizer.json" in capsys.readouterr().err
 
 
 def test_build_refuses_what_is_not_a_model(capsys: Capture, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from qcompile import pipeline, recipes
+from qcompile import pipeline, recipes, sample_text
 from qcompile.calibration import Calibration, CalibrationSource
 from qcompile.errors import QCompileError, UnsupportedError
 from qcompile.passes.base import run_passes
@@ -209,6 +209,8 @@ def test_the_command_builds_it_again() -> None:
         "qcompile build llama -o OUT --recipe qserve --target cpu --draft small --draft lookup --lora style=0.5 "
         "--set cache.format=kv8 --calib 'my text.jsonl' --num-calibration-samples 16"
     )
+    sample = CalibrationSource(sample_text.FOLDER)
+    assert command("x", {}, {}, [], [], sample) == "qcompile build x -o OUT --calib sample"
     tokens = CalibrationSource(torch.zeros(1, 2, dtype=torch.int64))
     assert command(object(), settings, {}, [], [], tokens) == (
         "qcompile.build(<object>, 'OUT', recipe='qserve', target='cpu', calib='<Tensor>')"
