@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qcompile.artifact.plain_files import NotPlainError, open_plain, read_plain
-from qcompile.errors import UnsupportedError, UsageError
+from qcompile.errors import UnsupportedError, UsageError, shown
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
@@ -112,9 +112,10 @@ def _entry(path: Path, name: str, item: Any, start: int) -> Entry:
     shape, span = item.get("shape"), item.get("data_offsets")
     if not (_is_counts(shape) and _is_counts(span) and len(span) == 2):
         raise UsageError(f"{path}: tensor {name} has no valid shape and data_offsets in the header")
-    if item.get("dtype") not in DTYPES:
-        raise UnsupportedError(f"{path}: tensor {name} has dtype {item.get('dtype')}, which is not read")
-    dtype = DTYPES[item["dtype"]]
+    stored = item.get("dtype")
+    if not isinstance(stored, str) or stored not in DTYPES:
+        raise UnsupportedError(f"{path}: tensor {name} has dtype {shown(stored)}, which is not read")
+    dtype = DTYPES[stored]
     needed, given = math.prod(shape) * dtype.itemsize, span[1] - span[0]
     if needed != given:
         raise UsageError(f"{path}: tensor {name} of shape {shape} needs {needed} bytes, its data_offsets give {given}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints.checkpoint import read_json
 from qcompile.checkpoints.sizes import check_sizes
 from qcompile.checkpoints.stored import formats
-from qcompile.errors import UnsupportedError, UsageError
+from qcompile.errors import UnsupportedError, UsageError, shown
 
 AUTO_CLASSES = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -26,6 +27,7 @@ DEPTH_KEY = "num_hidden_layers"
 """The key of the number of layers in configurations; transformers translates other keys to this one."""
 MOST_LAYERS = 1024
 """The limit for the number of layers; a larger number is a mistake. Published models have about 130 at most."""
+_WEIGHT_TYPE = re.compile(r"(torch\.)?(auto|half|float|double|bfloat16|float(8\w*|16|32|64))")
 UNSTATED_LENGTH = 2048
 """Context of a model whose configuration states none: its positions do not come from a table of limited length."""
 
@@ -38,6 +40,7 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
     kind = raw.get("model_type")
     if not isinstance(kind, str):
         raise UsageError(f"{directory / 'config.json'} has no model_type")
+    _check_types(directory / "config.json", raw)
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if kind not in CONFIG_MAPPING and not (allow_remote and "auto_map" in raw):
@@ -60,6 +63,21 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
         raise UnsupportedError(f"model type {kind} has an encoder-decoder for text; only decoders are compiled")
     _check_sizes(directory / "config.json", inner)
     return config
+
+
+def _check_types(path: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse fields that transformers uses before it checks them, and types of weights that are none."""
+    stated = raw.get("architectures")
+    if stated is not None and not (isinstance(stated, list) and all(isinstance(name, str) for name in stated)):
+        raise UsageError(f"{path}: architectures must be a list of names, is {shown(stated)}")
+    for name, part in raw.items():
+        if name.endswith("_config") and part is not None and not isinstance(part, dict):
+            raise UsageError(f"{path}: {name} must be an object, is {shown(part)}")
+    for name in ("dtype", "torch_dtype"):
+        stored = raw.get(name)
+        parts = stored.values() if isinstance(stored, dict) else () if stored is None else (stored,)
+        if not all(isinstance(part, str) and _WEIGHT_TYPE.fullmatch(part) for part in parts):
+            raise UsageError(f"{path}: {name} must be a type of floating-point numbers, is {shown(stored)}")
 
 
 def auto_class(kind: str, stated: Sequence[str]) -> str | None:

@@ -116,6 +116,8 @@ def _check_number(place: str, name: str, value: Any) -> None:
         return
     if not math.isfinite(value):
         raise UsageError(f"{place} is {value}; it must be a number")
+    if name == "partial_rotary_factor" and not 0 < value <= 1:
+        raise UsageError(f"{place} must be above 0 and at most 1, is {shown(value)}")
     if (EPSILON.fullmatch(name) or counts) and value < 0:
         raise UsageError(f"{place} must not be negative, is {shown(value)}")
     if (DIVISOR.fullmatch(name) or PERIOD.fullmatch(name)) and value <= 0:

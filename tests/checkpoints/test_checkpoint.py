@@ -101,9 +101,11 @@ def test_name_twice(tmp_path: Path) -> None:
         read_header(write(tmp_path / "x.safetensors", header, bytes(12)))
 
 
-def test_unknown_dtype(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="tensor a has dtype F4"):
-        read_header(write(tmp_path / "x.safetensors", {"a": entry(0, 12, dtype="F4")}, bytes(12)))
+@pytest.mark.parametrize("dtype", ["F4", ["F32"], {"F32": 1}, None, 7])
+def test_unknown_dtype(dtype: Any, tmp_path: Path) -> None:
+    header = {"a": entry(0, 12) | {"dtype": dtype}}
+    with pytest.raises(UnsupportedError, match=r"tensor a has dtype .*, which is not read"):
+        read_header(write(tmp_path / "x.safetensors", header, bytes(12)))
 
 
 def sharded(tmp_path: Path, table: dict[str, str]) -> Path:

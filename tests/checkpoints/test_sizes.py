@@ -73,6 +73,13 @@ def test_every_type_names_the_field(bad: Any) -> None:
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "text part": ({"text_config": 7}, "text_config must be an object, is 7"),
+    "class": ({"architectures": 7}, "architectures must be a list of names, is 7"),
+    "classes": ({"architectures": [7]}, r"architectures must be a list of names, is \[7\]"),
+    "type": ({"dtype": 7}, "dtype must be a type of floating-point numbers, is 7"),
+    "old type": ({"torch_dtype": "int8"}, "torch_dtype must be a type of floating-point numbers, is 'int8'"),
+    "rotated part": ({"partial_rotary_factor": 3}, "partial_rotary_factor must be above 0 and at most 1, is 3"),
+    "no rotated part": ({"partial_rotary_factor": 0}, "partial_rotary_factor must be above 0 and at most 1, is 0"),
     "no keys": ({"num_key_value_heads": 0}, "num_key_value_heads must be positive, is 0"),
     "no words": ({"vocab_size": 0}, "vocab_size must be positive, is 0"),
     "heads": (
