@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from qcompile.errors import UsageError
+from qcompile.errors import UsageError, shown
 from qcompile.runtime.server.api import BodyPart
 
 Message = dict[str, Any]
@@ -62,7 +63,20 @@ class ToolResultBlock(CachedPart):
     is_error: bool = False
 
 
-_Block = Annotated[TextBlock | ToolUseBlock | ThinkingBlock | ToolResultBlock, Field(discriminator="type")]
+def _known_alone(given: Any) -> Any:
+    """Refuse a block of another type before the types that there are would be listed."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    if isinstance(kind, str) and kind not in ("text", "tool_use", "thinking", "tool_result"):
+        message = "{kind} is not supported: only the text decoder is compiled, and blocks are text, thinking and calls"
+        raise PydanticCustomError("block", message, {"kind": shown(kind)})
+    return given
+
+
+_Block = Annotated[
+    TextBlock | ToolUseBlock | ThinkingBlock | ToolResultBlock,
+    Field(discriminator="type"),
+    BeforeValidator(_known_alone),
+]
 
 
 class MessagePart(BodyPart):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from qcompile.errors import QCompileError
+from qcompile.errors import QCompileError, UsageError
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.api import named_event
@@ -27,7 +28,10 @@ def new_id(prefix: str) -> str:
 
 
 class ResponseReply:
-    """The response to a request. count: counts the tokens of a text."""
+    """The response to a request, of which it repeats fields. count: counts the tokens of a text.
+
+    Raises UsageError where a field is no JSON.
+    """
 
     def __init__(
         self, model: str, asked: ResponsesRequest, params: SamplingParams, turn: Turn, count: Callable[[str], int]
@@ -37,6 +41,7 @@ class ResponseReply:
         self._ids: list[str] = []  # of the items, which the blocks are
         self._number = 0  # of the next event
         self._header = _echoed(model, asked, params)
+        _check_json(self._header)
         self._ended: Json = {"status": "in_progress", "incomplete_details": None, "error": None, "usage": None}
 
     @property
@@ -146,6 +151,15 @@ def _part(block: ReplyBlock) -> Json:
     """The content of an item that is a text or reasoning."""
     part = {"type": _PART[block.kind], "text": block.text}
     return part | {"annotations": [], "logprobs": []} if block.kind == "text" else part
+
+
+def _check_json(header: Json) -> None:
+    """Raise UsageError for a field that cannot be repeated: Python takes NaN and halves of characters for JSON."""
+    for name, value in header.items():
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError:
+            raise UsageError(f"{name} must be JSON: with finite numbers, and texts of whole characters") from None
 
 
 def _echoed(model: str, asked: ResponsesRequest, params: SamplingParams) -> Json:

@@ -236,10 +236,14 @@ def test_leaving_a_stream_cancels_it(client: Client, responses: Any) -> None:
         ({"input": "x", "reasoning": {"effort": "max"}}, "reasoning_effort must be one of none, "),
         ({"input": "x", "reasoning": {"summary": "detailed"}}, "reasoning.summary: is not supported"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens: Input should be greater than or equal to 1"),
+        (b'{"input": "x", "metadata": {"a": "\\ud800"}}', "metadata must be JSON: with finite numbers"),
+        (b'{"input": "x", "metadata": {"a": 1e999}, "stream": true}', "metadata must be JSON"),
+        (b'{"input": "x", "user": "\\ud800"}', "user must be JSON"),
+        ({"input": "x", "tools": [TOOLS[0] | {"description": "\ud800"}], "tool_choice": "none"}, "tools must be JSON"),
         ({"input": "x" * 2000, "instructions": 5}, "instructions: Input should be a valid string"),
     ],
 )
-def test_what_is_refused(client: Client, body: dict[str, Any], said: str) -> None:
+def test_what_is_refused(client: Client, body: Any, said: str) -> None:
     message = client.refused(400, body, PATH)
     assert said in message
 
