@@ -37,6 +37,7 @@ from qcompile.codegen.calls import (
     TakeRows,
 )
 from qcompile.codegen.kv_layout import KVLayout
+from qcompile.codegen.lower_lora import gate_rows, lora_expand, lora_shrink
 from qcompile.codegen.lower_states import conv_step, recurrence_step
 from qcompile.codegen.lowering_state import Lowering
 from qcompile.codegen.packing import WeightTable
@@ -430,6 +431,9 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "every_expert": _every_expert,
     "expert_gemm": _expert_gemm,
     "combine": _combine,
+    "lora_shrink": lora_shrink,
+    "lora_expand": lora_expand,
+    "gate_rows": gate_rows,
 }
 _VIEWS = ("slice_features", "split_heads", "merge_heads")
 

@@ -5,6 +5,7 @@ Packed weights are computed on demand, when they are written (codegen/packing.py
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -122,6 +123,13 @@ class Lowering:
 
         size = -(-meta.numel() * activation_format(dtype).dtype.itemsize // 64) * 64
         return self._register(node, "table", (("", size),), blobs)[0], dtype
+
+    def reserved(self, name: str, size: int) -> str:
+        """Memory of `size` bytes that is zero in the artifact, for the runtime to write to."""
+        blobs = functools.partial(iter, [torch.zeros(size, dtype=torch.uint8)])
+        names = self.table_of_weights.add((name, "reserved"), name, name, (("", size),), blobs)
+        self.names.update(dict.fromkeys(names))
+        return names[0]
 
     def packing(self, node: fx.Node, format: str, activation: str) -> str:
         """Name of the packing of weight `node` for these activations: one it already has, if kernels can read that."""

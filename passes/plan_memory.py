@@ -47,8 +47,9 @@ class _Value:
 class PlanMemory(Pass):
     """Writes node.meta["storage"]: buffer, dtype, width, group, activation, rows, offset (bytes per row), column.
 
-    Views share their source's buffer at a column offset. Operators on heads work in place; a gemm with residual add
-    does if nothing reads the old value later. Buffers with disjoint lifetimes share bytes (first fit, largest first).
+    Views share their source's buffer at a column offset. Operators on heads and of adapters work in place; a gemm with
+    residual add does if nothing reads the old value later. Buffers with disjoint lifetimes share bytes (first fit,
+    largest first). Of a gate apart from its gemm, the place is taken from the gemm on, which may compute it, too.
     What is rounded to bf16 has a place from when it is computed, so that the kernel that computes it may write it
     rounded.
     """
@@ -62,7 +63,7 @@ class PlanMemory(Pass):
         values: dict[fx.Node, tuple[_Value, int]] = {}
         for node in graph.nodes:
             _place(graph, node, place, values)
-        for node in _behind_take_rows(graph):
+        for node in behind_take_rows(graph):
             if node in values:
                 values[node][0].rows = "outputs"
         buffers = list({id(value): value for value, _ in values.values()}.values())
@@ -120,7 +121,9 @@ def _shared(
     if kind in VIEWS:
         value, column = values[source]
         return value, column + (given.start if kind == "slice_features" else 0)
-    if kind in ("rope_append", "rope_heads", "norm_heads") or (kind == "quantize_activation" and given.kind == "f32"):
+    if kind in ("rope_append", "rope_heads", "norm_heads", "lora_expand") or (
+        kind == "quantize_activation" and given.kind == "f32"
+    ):
         return values[source]
     if kind == "gemm" and given.residual is not None:
         value, column = values[given.residual]
@@ -142,8 +145,16 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
         dtype = "q8" if activation_format(activation).top else activation
         group = padded_inputs(given.group) if dtype == "q8" else 0
     computed = _source(node) if kind == "quantize_activation" and dtype == "bf16" else node
+    if kind == "gate_rows":
+        computed = _gated(node)
     lives = place[computed], _last_use(node, place)
     return _Value(node.name, dtype, width, group, "tokens", *lives, activation)
+
+
+def _gated(node: fx.Node) -> fx.Node:
+    """The gemm whose gate `node` computes; where no row has an adapter, its kernel writes the result itself."""
+    gemm: fx.Node = ops.operand(ops.operand(node, "x"), "y")
+    return gemm
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -154,7 +165,7 @@ def _source(node: fx.Node) -> fx.Node:
     return source if ops.name_of(source.target) in ("gemm", "kv_attention") else node
 
 
-def _behind_take_rows(graph: Graph) -> set[fx.Node]:
+def behind_take_rows(graph: Graph) -> set[fx.Node]:
     """The values that exist only for the rows whose logits are requested."""
     found: set[fx.Node] = set()
     for node in graph.fx.nodes:

@@ -18,6 +18,7 @@ from qcompile.passes.center_keys import CenterKeys
 from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.fuse import Fuse
 from qcompile.passes.latent import Latent
+from qcompile.passes.lora import Lora
 from qcompile.passes.merge import Merge
 from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.quantize import Quantize
@@ -50,6 +51,7 @@ PASSES: tuple[type[Pass], ...] = (
     Calibrate,
     Cache,
     Fuse,
+    Lora,
     PlanMemory,
 )
 """All passes, in the order in which they run."""
@@ -102,7 +104,10 @@ class Schedule:
         for draft in recipe.drafts:
             settings = recipe.settings(self.head_dtype) | draft.settings(self.head_dtype or recipe.head)
             passes = configure(settings, self.options)[PASSES.index(Speculate) :]
-            yield draft, tuple(rewrite.for_draft() if isinstance(rewrite, Cache) else rewrite for rewrite in passes)
+            yield (
+                draft,
+                tuple(rewrite.for_draft() if isinstance(rewrite, Cache | Lora) else rewrite for rewrite in passes),
+            )
 
 
 def separate_draft_passes(target: str) -> tuple[Pass, ...]:

@@ -20,7 +20,7 @@ import torch
 from qcompile import targets
 from qcompile.artifact import describe
 from qcompile.artifact.describe import KernelFiles
-from qcompile.artifact.layout import PASSES_FILE, canonical_json
+from qcompile.artifact.layout import ADAPTERS_FILE, PASSES_FILE, canonical_json
 from qcompile.artifact.shards import WeightSpec
 from qcompile.artifact.writer import ArtifactWriter
 from qcompile.calibration import CalibrationSource
@@ -38,6 +38,7 @@ from qcompile.drafts import LOOKUP, DraftPath, Drafts, draft_paths, levels
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassRecord
 from qcompile.passes.calibration import outliers, perplexity
+from qcompile.passes.lora import Lora, described
 from qcompile.passes.rewrite import ImportOptions, rewrite
 from qcompile.passes.schedule import Schedule, separate_draft_passes
 from qcompile.report import figures, ir
@@ -149,7 +150,7 @@ def build(  # parameters: the public interface, one keyword for each option
         with clock("weights and kernels"):
             weights, compiled = _write_and_compile(writer, planned, compile_kernels, clock)
         with clock("artifact"):
-            pages: Files = {"report.json": planned.report, "report.html": draw_page()}
+            pages: Files = _adapters(planned) | {"report.json": planned.report, "report.html": draw_page()}
             _add_files(writer, kernels.placed(compiled) | planned.files | pages)
             if check_passes:
                 writer.add_unsealed(PASSES_FILE, canonical_json([record.measured for record in planned.passes]))
@@ -217,6 +218,12 @@ def _small_files(planned: CompilationPlan) -> Files:
         **{f"graphs/{draft.name}.json": draft.program.to_json() for draft in planned.drafts},
         **{f"{draft.name}/tokenizer.json": draft.tokenizer for draft in planned.drafts if draft.tokenizer},
     }
+
+
+def _adapters(planned: CompilationPlan) -> Files:
+    """What the artifact says of linears that adapters of requests may change, if it has any."""
+    rank = next((record.options["rank"] for record in planned.passes if record.name == Lora.name), 0)
+    return {ADAPTERS_FILE: described(planned.graphs[-1], rank).to_bytes()} if rank else {}
 
 
 def _report(planned: CompilationPlan, schedule: Schedule) -> dict[str, Any]:

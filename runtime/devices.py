@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qcompile.artifact.layout import Manifest
-from qcompile.errors import ArtifactError
+from qcompile.errors import ArtifactError, UnsupportedError
 from qcompile.runtime.loader import LoadedArtifact, load_artifact
+from qcompile.runtime.lora.table import AdapterTable, open_table
 from qcompile.runtime.options import LoadOptions
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
@@ -29,7 +30,8 @@ class OpenedModel:
     """A model that is ready to run: its executor, its drafts if they are wanted, and its tokenizer if it has one.
 
     `artifact` must live as long as the executor; None if the executor needs nothing of it. `most_cached` is the largest
-    number of pages that may be kept for prefix reuse without being in use; None is no limit.
+    number of pages that may be kept for prefix reuse without being in use; None is no limit. `adapters` are those that
+    requests may have, if any.
     """
 
     executor: StepExecutor
@@ -37,6 +39,7 @@ class OpenedModel:
     tokenizer: Tokenizer | None
     artifact: LoadedArtifact | None = None
     most_cached: int | None = None
+    adapters: AdapterTable | None = None
 
 
 def open_model(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:
@@ -63,12 +66,15 @@ def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
     executor, drafter = open_cpu(artifact, options.max_batch, granted, threads, *wanted, step_rows=rows)
     # Pages that were never used take no memory yet. Unless the caller has granted an amount, most stay unused.
     few = max(executor.kv_pages // 4, executor.limits.pages_for(executor.limits.max_position))
-    return OpenedModel(executor, drafter, tokenizer, artifact, None if granted is not None else few)
+    adapters = open_table(root, manifest, options.lora or {}, artifact.pointers, executor.kv_pages)
+    return OpenedModel(executor, drafter, tokenizer, artifact, None if granted is not None else few, adapters)
 
 
 def _open_on_gpu(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:
     from qcompile.runtime.cuda.load import open_cuda
 
+    if options.lora:
+        raise UnsupportedError(f"{root} runs on a GPU, which has no kernels for adapters: merge them with build --lora")
     memory = options.kv_cache_bytes, options.gpu_memory_utilization
     tokenizer = load_tokenizer(root, manifest["files"])
     rows = options.max_num_batched_tokens

@@ -281,11 +281,11 @@ class LLM:
         """The bytes of a token, which may be a part of a character; None if they cannot be told."""
         return self._token_bytes(token) if self._token_bytes else None
 
-    def logits(self, token_ids: Any, chunk: int | None = None) -> torch.Tensor:
+    def logits(self, token_ids: Any, chunk: int | None = None, lora: str | None = None) -> torch.Tensor:
         """Float32 logits [batch, tokens, vocab] of one forward pass over token_ids [batch, tokens].
 
         token_ids: list of lists, tensor or array. `chunk` limits the positions computed at once (default as many as
-        fit); it does not change the result. Running requests are not affected.
+        fit); it does not change the result. lora: the adapter of all. Running requests are not affected.
         """
         import torch
 
@@ -299,7 +299,7 @@ class LLM:
             raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}")
         result = torch.empty((len(rows), len(rows[0]), self.vocab_size), dtype=torch.float32)
         with self._shared.exclusive():
-            for index, start, values in self.engine.forward(rows, chunk or self.executor.limits.max_tokens):
+            for index, start, values in self.engine.forward(rows, chunk or self.executor.limits.max_tokens, lora):
                 result[index, start : start + len(values)] = torch.from_numpy(values)
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ def load(  # parameters: the options of loading, by name
     prefix_caching: bool = True,
     generation_config: Literal["auto", "none"] = "auto",
     max_num_batched_tokens: int | None = None,
+    lora: Mapping[str, str | Path] | None = None,
 ) -> LLM:
     """Verify the artifact at `path`, load it, and start its threads.
 
@@ -47,6 +49,8 @@ def load(  # parameters: the options of loading, by name
     kv_cache_bytes is given, at most a quarter of the cache is kept for reuse.
     generation_config: "auto" takes defaults of sampling parameters from the checkpoint's generation_config.json
     (`LLM.sampling_defaults`), "none" ignores that file.
+    lora: folders of LoRA adapters in PEFT's format by the names that requests choose them by; the artifact must have
+    been built with lora.rank set. On CPUs.
 
     Raises ArtifactError (the artifact is damaged, or built for another CPU), ResourceError (memory), UsageError.
     """
@@ -70,6 +74,7 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
     llm = LLM(
         opened.executor, manifest, opened.tokenizer, options.max_batch, opened.drafter, opened.artifact, most_cached
     )
+    llm.engine.scheduler.adapters = opened.adapters
     if options.generation_config == "auto":
         llm.sampling_defaults = sampling_defaults(Path(path), manifest["files"])
         llm.generation_config = json_object(Path(path), manifest["files"], NAME)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from qcompile.errors import UsageError
+from qcompile.runtime.lora.table import check_names
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.sampling.params import plain_number
 
@@ -34,6 +36,7 @@ class LoadOptions:
     gpu_memory_utilization: float = 0.9
     prefix_caching: bool = True
     generation_config: str = "auto"
+    lora: Mapping[str, str | Path] | None = None
 
     @staticmethod
     def of(given: dict[str, Any]) -> LoadOptions:
@@ -50,6 +53,7 @@ class LoadOptions:
         # The manifest calls draft stages "levels": the format of artifacts is stable.
         self._check_drafts(path, bool(runtime.get("levels")))
         self._check_machine()
+        check_names(self.lora or {})
 
     def _check_batch(self, most: int, most_rows: int) -> None:
         for name, value, more in (("gamma", self.gamma, ' or "auto"'), ("max_batch", self.max_batch, "")):

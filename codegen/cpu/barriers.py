@@ -11,6 +11,7 @@ from itertools import pairwise
 from qcompile.codegen.calls import Attention, Gemm, RopeAppend
 from qcompile.codegen.cpu import flow
 from qcompile.codegen.cpu.cpp import boolean, rows_kind
+from qcompile.codegen.lora_calls import GateRows, LoraExpand, LoraShrink, adapted
 from qcompile.codegen.program import Program
 
 
@@ -45,6 +46,10 @@ class Barriers:
         call = calls[index]
         if index + 1 == len(calls):
             return "false"  # the step ends with a barrier
+        if isinstance(call, LoraShrink):
+            return "false"  # the gemm that follows reads none of its results
+        if isinstance(call, LoraExpand) or (isinstance(call, GateRows) and self.gate_of(index - 2)):
+            return adapted(call.site)  # else it does nothing
         if isinstance(call, RopeAppend):
             return f"!s.by_head({call.kv_heads})" if isinstance(calls[index + 1], Attention) else "true"
         if self.by_head(index) and (rope := self.rope_after(index)):
@@ -82,6 +87,12 @@ class Barriers:
         after = self.program.calls[index + 1 : index + 2]
         return after[0] if after and isinstance(after[0], RopeAppend) else None
 
+    def gate_of(self, index: int) -> GateRows | None:
+        """The gate that call `index`, a gemm, computes itself where no row has an adapter; None if there is none."""
+        call, after = self.program.calls[index], self.program.calls[index + 1 : index + 3]
+        gate = after[1] if len(after) == 2 and isinstance(after[0], LoraExpand) else None
+        return gate if isinstance(gate, GateRows) and isinstance(call, Gemm) and not call.blocks else None
+
     def _overwritten_early(self, index: int) -> bool:
         """Whether, without a barrier after call `index`, a faster thread may overwrite what the call still reads."""
         call = self.program.calls[index]
@@ -92,7 +103,7 @@ class Barriers:
             written = [self.program.buffer(name) for name in call.writes if name not in self.own]
             if any(flow.overlap(target, source) for target in written for source in read):
                 return True
-            if not call.writes or (written and not (self.by_head(place) or isinstance(call, RopeAppend))):
+            if not call.writes or (written and not (self.by_head(place) or isinstance(call, RopeAppend | LoraShrink))):
                 return False  # a barrier follows this call, or it ends the step
             read += [self.program.buffer(name) for name in call.reads if name not in self.own]
         return False

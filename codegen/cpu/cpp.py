@@ -23,6 +23,11 @@ def ident(name: str) -> str:
     return "v_" + re.sub(r"\W", "_", name)
 
 
+def unary_kind(kind: str) -> str:
+    """The enumerator in acts.h of a function of ops.UNARY: kGeluTanh for gelu_tanh."""
+    return f"k{kind.title().replace('_', '')}"
+
+
 def f32(value: float) -> str:
     """The float32 nearest to `value`, as a C++ literal that parses back exactly."""
     text = format(struct.unpack("f", struct.pack("f", value))[0], ".9g")

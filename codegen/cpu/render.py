@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qcompile.artifact.abi import CPU_ABI
+from qcompile.artifact.layout import ADAPTER_TABLE
 from qcompile.codegen.buffers import PAD, Buffer
 from qcompile.codegen.calls import Embed, ExpertGemm, Gemm
 from qcompile.codegen.cpu import flow
@@ -82,6 +83,7 @@ def render(program: Program, target: Target) -> str:
             ident=ident,
             place=lambda buffer: _place(buffer, barriers),
             share_conditions=barriers.conditions,
+            lora_table=statements.index.get(ADAPTER_TABLE),
             **_sizes(program, statements),
         )
     )

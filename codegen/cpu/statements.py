@@ -27,8 +27,9 @@ from qcompile.codegen.calls import (
     Route,
     TakeRows,
 )
+from qcompile.codegen.cpu import lora_statements
 from qcompile.codegen.cpu.barriers import Barriers
-from qcompile.codegen.cpu.cpp import boolean, bound, f32, ident, rows_kind
+from qcompile.codegen.cpu.cpp import boolean, bound, f32, ident, rows_kind, unary_kind
 from qcompile.codegen.program import Program
 from qcompile.codegen.sizes import round_up
 from qcompile.codegen.state_calls import MOST_TAPS, ConvStep, RecurrenceStep
@@ -51,11 +52,6 @@ class RopeTable:
     weight: int
     rotary_dim: int
     scaling: float
-
-
-def unary_kind(kind: str) -> str:
-    """The enumerator in acts.h of a function of ops.UNARY: kGeluTanh for gelu_tanh."""
-    return f"k{kind.title().replace('_', '')}"
 
 
 def rope_stride(rotary_dim: int) -> int:
@@ -163,6 +159,9 @@ class Statements:
             operand = f"{self.weight(c.weight)}, 0"
         return [f"{c.kind}({x}, {operand}, {ident(c.out)});"]
 
+    _lora_shrink, _lora_expand = lora_statements.lora_shrink, lora_statements.lora_expand
+    _gate_rows = lora_statements.gate_rows
+
     def _mean(self, c: Mean, _: int) -> list[str]:
         self.headers["formulas.h"] = None
         x = f"{ident(c.x)} + {c.x_offset}, {self.program.buffer(c.x).stride}, {c.width}"
@@ -198,6 +197,8 @@ class Statements:
         if rope is not None and rope.v_offset is not None and self.barriers.by_head(index):
             q, k = (rope.k_offset - rope.q_offset) // 32, (rope.v_offset - rope.k_offset) // 32
             lines.append(f"if (s.by_head({rope.kv_heads})) {var}.parts[0] = {q}, {var}.parts[1] = {k};")
+        if gate := self.barriers.gate_of(index):
+            lines += lora_statements.gated_by(self, gate, var)
         kernel = weight_format(c.format).cpu_kernel(x.kind)
         lines.append(f"{kernel}({var}, {ident(c.x)}, s.w);")
         if out is not None and out.width != out.stride:

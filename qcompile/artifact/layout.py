@@ -22,6 +22,10 @@ FORMAT_VERSION = 1
 MANIFEST = "qcompile.json"
 AMENDED = f".{MANIFEST}.new"
 """Name of an amended manifest while it is being written. A killed `amend` leaves it, and the next overwrites it."""
+ADAPTERS_FILE, ADAPTER_TABLE = "adapters.safetensors", "lora.table"
+"""The file about linears that adapters may change (artifact/adapted.py), and the weight by which kernels find adapters,
+of ADAPTER_TABLE_BYTES bytes, to which the runtime writes (runtime/lora/table.py)."""
+ADAPTER_TABLE_BYTES = 64
 PASSES_FILE = "passes.json"
 UNSEALED = (PASSES_FILE,)
 """Files about a particular build, such as its times: they differ between builds, so no hash covers them."""

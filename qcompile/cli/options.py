@@ -366,6 +366,31 @@ class ServedLoading(DraftedLoading):
             help="auto: requests sample as the checkpoint's generation_config.json recommends, unless they say how.",
         ),
     ] = "auto"
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora",
+            metavar="NAME=DIR",
+            help="LoRA adapter (PEFT) that requests choose as model NAME; repeatable.",
+        ),
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The options as `qcompile.load` takes them. Raises UsageError for an adapter without a name."""
+        return super().arguments() | {"lora": _named_adapters(self.lora or [])}
+
+
+def _named_adapters(given: list[str]) -> dict[str, str]:
+    """`--lora` as `load` takes it."""
+    named: dict[str, str] = {}
+    for one in given:
+        name, equals, folder = one.partition("=")
+        if not (name and equals and folder):
+            raise UsageError(f"--lora {one}: write NAME=DIR, a name for clients and the adapter's folder")
+        if name in named:
+            raise UsageError(f"--lora {one}: there are two adapters with this name")
+        named[name] = folder
+    return named
 
 
 def _drafted(gamma: str) -> int | str:

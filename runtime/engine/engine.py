@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from qcompile.errors import UsageError, shown
 from qcompile.runtime.detokenizer import Detokenizer
 from qcompile.runtime.embeddings import Pooling
 from qcompile.runtime.engine.bans import BanReader
@@ -124,8 +125,19 @@ class Engine:
             self.scheduler.add(request)
         return request
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may have."""
+        return self.scheduler.adapters.names if self.scheduler.adapters else ()
+
+    def _check_adapter(self, name: str | None) -> None:
+        if name is not None and name not in self.adapters:
+            known = f"there are {', '.join(self.adapters)}" if self.adapters else "none was loaded (load(lora=...))"
+            raise UsageError(f"there is no adapter {shown(name)}: {known}")
+
     def check_bans(self, params: SamplingParams) -> None:
-        """Raise UsageError if a request may come to a place where it may choose no token."""
+        """Raise UsageError if a request may come to a place where it may choose no token, or has no known adapter."""
+        self._check_adapter(params.lora)
         self._bans.read(params, self.postprocessor.ends(params))
 
     def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
@@ -211,10 +223,13 @@ class Engine:
         self.postprocessor.finish(request, reason)
         self.speculation.finish(request)
 
-    def forward(self, sequences: Sequence[Sequence[int]], chunk: int) -> Iterator[tuple[int, int, FloatArray]]:
+    def forward(
+        self, sequences: Sequence[Sequence[int]], chunk: int, adapter: str | None = None
+    ) -> Iterator[tuple[int, int, FloatArray]]:
         """Logits of every position of sequences of equal length: see `sequence_logits`."""
+        self._check_adapter(adapter)
         self._finish_pending()
-        yield from sequence_logits(self.executor, self.scheduler, sequences, chunk)
+        yield from sequence_logits(self.executor, self.scheduler, sequences, chunk, adapter)
 
     def pooled(self, texts: Sequence[Sequence[int]], pooling: Pooling) -> FloatArray:
         """Pooled hidden states of texts, float32 [texts, width]: see `pooled_states`."""

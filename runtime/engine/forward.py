@@ -16,13 +16,17 @@ from qcompile.runtime.step import HiddenStates, Rows, StepExecutor
 
 
 def sequence_logits(
-    executor: StepExecutor, scheduler: Scheduler, sequences: Sequence[Sequence[int]], chunk: int
+    executor: StepExecutor,
+    scheduler: Scheduler,
+    sequences: Sequence[Sequence[int]],
+    chunk: int,
+    adapter: str | None = None,
 ) -> Iterator[tuple[int, int, FloatArray]]:
     """Logits of every position of sequences of equal length, `chunk` positions of each sequence per step.
 
     Yields (sequence index, first position, logits [positions, vocab]); the logits are valid until the next item.
     The sequences take pages and slots of their own. Running requests may be preempted for them and are recomputed
-    later. No step may be pending.
+    later. No step may be pending. `adapter` is the one that all sequences have.
     """
     pool, slots = scheduler.pool, scheduler.slots
     length, rows = len(sequences[0]), executor.limits.max_outputs
@@ -33,7 +37,7 @@ def sequence_logits(
         together = min(together, slots.total)
     for first in range(0, len(sequences), together):
         batch = range(first, min(first + together, len(sequences)))
-        with places(executor, scheduler, [length] * len(batch)) as held:
+        with places(executor, scheduler, [length] * len(batch), adapter) as held:
             for start in range(0, length, chunk):
                 end = min(start + chunk, length)
                 parts = [
@@ -48,11 +52,12 @@ def sequence_logits(
 
 @contextmanager
 def places(
-    executor: StepExecutor, scheduler: Scheduler, lengths: Sequence[int]
+    executor: StepExecutor, scheduler: Scheduler, lengths: Sequence[int], adapter: str | None = None
 ) -> Iterator[list[tuple[list[int], int]]]:
     """KV pages and a slot of recurrent states for each of some sequences of so many tokens, which are given back.
 
-    Running requests may be preempted for them. Raises ResourceError if the cache is too small.
+    Running requests may be preempted for them. `adapter` is the one that all have. Raises ResourceError if the cache is
+    too small.
     """
     pool, slots = scheduler.pool, scheduler.slots
     needs = [pool.pages_for(length) for length in lengths]
@@ -62,6 +67,9 @@ def places(
     if pool.free < sum(needs):
         raise ResourceError(f"{sum(lengths)} tokens need {sum(needs)} KV pages, {pool.free} are free")
     pages = [pool.take(need) for need in needs]
+    if scheduler.adapters:
+        for taken in pages:
+            scheduler.adapters.mark(taken[0], adapter)
     held = [slots.take() for _ in range(wanted)] or [NO_SLOT] * len(lengths)
     try:
         yield list(zip(pages, held, strict=True))

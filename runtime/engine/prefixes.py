@@ -1,8 +1,8 @@
 """Which pages of the KV cache hold which text, so that requests with the same first tokens reuse the pages.
 
-Keys and values of a position depend on the tokens up to it alone, in every bit: neither the division of a text into
-steps nor the other requests of a step change them. A cached page therefore holds the bits that computing it again would
-give.
+Keys and values of a position depend on the tokens up to it and on the adapter alone, in every bit: neither the division
+of a text into steps nor the other requests of a step change them. A cached page therefore holds the bits that computing
+it again would give.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ class CachedText:
     """The text of a request that has ended over a hierarchical cache, and all its pages.
 
     tokens: those whose keys and values the pages hold. drafted: how many of them each draft stage's own cache holds.
+    adapter: the one that computed them, None for the model alone.
     The newest tokens are in the ring of the text, which the next tokens overwrite: one request alone can continue it.
     """
 
     tokens: list[int]
     pages: list[int]
     drafted: list[int]
+    adapter: str | None = None
 
     def is_prefix_of(self, tokens: Sequence[int]) -> bool:
         """Whether `tokens` begin with the text and are longer."""
@@ -46,11 +48,11 @@ class CachedText:
 
 
 class PrefixTree:
-    """The cached pages of `page_tokens` positions each."""
+    """The cached pages of `page_tokens` positions each; those of each adapter, and of none, are apart."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
-        self._root = CachedPage(-1, (), None)
+        self._roots: dict[str | None, CachedPage] = {}
         self._nodes: dict[int, CachedPage] = {}
 
     def __contains__(self, page: int) -> bool:
@@ -59,9 +61,12 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def find(self, tokens: Sequence[int]) -> list[CachedPage]:
+    def _root(self, adapter: str | None) -> CachedPage:
+        return self._roots.setdefault(adapter, CachedPage(-1, (), None))
+
+    def find(self, tokens: Sequence[int], adapter: str | None = None) -> list[CachedPage]:
         """The pages of the longest cached prefix, with at least one token left over: its logits are wanted."""
-        path, node = [], self._root
+        path, node = [], self._root(adapter)
         for start in range(0, len(tokens) - self._page_tokens, self._page_tokens):
             child = node.children.get(tuple(tokens[start : start + self._page_tokens]))
             if child is None:
@@ -70,13 +75,15 @@ class PrefixTree:
             node = child
         return path
 
-    def add(self, at: CachedPage | None, tokens: Sequence[int], pages: Sequence[int]) -> CachedPage:
+    def add(
+        self, at: CachedPage | None, tokens: Sequence[int], pages: Sequence[int], adapter: str | None = None
+    ) -> CachedPage:
         """Note that `pages` are full and hold the first positions of `tokens`. Returns the node of the last page.
 
         `at` is what the previous call for these tokens returned. Where another page holds the same text already, that
         page stays in the tree, and the given one is not added.
         """
-        node = at if at and at.attached else self._root
+        node = at if at and at.attached else self._root(adapter)
         for depth in range(node.depth, len(pages)):
             key = tuple(tokens[depth * self._page_tokens : (depth + 1) * self._page_tokens])
             child = node.children.get(key)

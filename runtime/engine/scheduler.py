@@ -17,6 +17,7 @@ from qcompile.runtime.engine.plan import StepPlan, StepRoom
 from qcompile.runtime.engine.prefixes import CachedPage, CachedText, cached_positions
 from qcompile.runtime.engine.slots import NO_SLOT, SlotPool
 from qcompile.runtime.engine.snapshots import Snapshots
+from qcompile.runtime.lora.table import AdapterTable
 from qcompile.runtime.request import Request
 
 
@@ -35,6 +36,8 @@ class Scheduler:
         """Copies of recurrent states, without which a model with states reuses no pages; None: it has no states."""
         self.drafts_have_states = False
         """Whether a draft has recurrent states of its own, which no cached page holds."""
+        self.adapters: AdapterTable | None = None
+        """The adapters that requests may have; None if there are none."""
         self.draws = draws
         """Whether the executor samples the tokens of requests with a temperature."""
         self.asks_for_masks = True
@@ -179,7 +182,8 @@ class Scheduler:
     def _admit_after_text(self, request: Request, texts: Sequence[CachedText]) -> bool:
         """`_admit` with a hierarchical cache: the request continues the longest whole text that it begins with."""
         tokens = request.sequence.tokens
-        usable = (text for text in texts if len(text.tokens) <= request.reusable)
+        own = (text for text in texts if text.adapter == request.params.lora)
+        usable = (text for text in own if len(text.tokens) <= request.reusable)
         continued = (text for text in usable if text.is_prefix_of(tokens))
         nothing = CachedText([], [], [0] * len(request.drafts.cached))
         text = max(continued, key=lambda text: len(text.tokens), default=nothing)
@@ -201,6 +205,8 @@ class Scheduler:
         sequence = request.sequence
         sequence.pages, sequence.computed, request.drafts.cached = pages, computed, list(drafted)
         sequence.slot = self.slots.take()
+        if self.adapters:
+            self.adapters.mark(pages[0], request.params.lora)
         if not request.metrics.first_scheduled_time:  # a preempted request may find pages that it has computed itself
             request.metrics.cached_tokens = computed
         self.running.append(request)
@@ -211,7 +217,7 @@ class Scheduler:
         if self.pool.prefixes is None:
             return []
         tokens = request.sequence.tokens
-        nodes = self.pool.prefixes.find(tokens)[: request.reusable // self.pool.page_tokens]
+        nodes = self.pool.prefixes.find(tokens, request.params.lora)[: request.reusable // self.pool.page_tokens]
         if self.snapshots:
             request.sequence.state_ends = self._state_ends(request, len(nodes))
             nodes = self.snapshots.usable(nodes)
@@ -222,7 +228,7 @@ class Scheduler:
             and any(
                 other.sequence.computed < end and other.sequence.tokens[:end] == tokens[:end]
                 for other in computing
-                if other.sequence.embeds is None
+                if other.sequence.embeds is None and other.params.lora == request.params.lora
             )
         ):
             return None
@@ -257,7 +263,8 @@ class Scheduler:
         # Positions past the last token, of drafts, do not count.
         full = min(sequence.computed, len(sequence.tokens)) // self.pool.page_tokens
         if self.pool.prefixes is not None and full > (sequence.cached_page.depth if sequence.cached_page else 0):
-            page = self.pool.prefixes.add(sequence.cached_page, sequence.tokens, sequence.pages[:full])
+            filled = sequence.pages[:full]
+            page = self.pool.prefixes.add(sequence.cached_page, sequence.tokens, filled, request.params.lora)
             sequence.cached_page = page
 
     def _give_back(self, request: Request) -> None:
@@ -283,7 +290,8 @@ class Scheduler:
         if count and (sequence.computed - 1) // self.pool.group == (count - 1) // self.pool.group:
             drafted = [min(positions, count) for positions in request.drafts.cached]
             pages = self.pool.pages_for(count)
-            self.pool.keep_text(CachedText(sequence.tokens[:count], sequence.pages[:pages], drafted))
+            kept = sequence.tokens[:count], sequence.pages[:pages]
+            self.pool.keep_text(CachedText(*kept, drafted, request.params.lora))
             del sequence.pages[:pages]
 
 

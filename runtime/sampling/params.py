@@ -32,7 +32,7 @@ _MOST_BIAS, _MOST_BIASES = 100.0, 1024
 
 _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 _TOKENS = ("stop_token_ids", "allowed_token_ids")
-_NO_NUMBERS = ("stop", "logit_bias", "structured_outputs", "bad_words", *_TOKENS, *_FLAGS)
+_NO_NUMBERS = ("stop", "logit_bias", "structured_outputs", "bad_words", "lora", *_TOKENS, *_FLAGS)
 """Fields whose values are not numbers."""
 
 
@@ -53,7 +53,8 @@ class SamplingParams:
     by the names of its fields. min_tokens: number of tokens before which nothing ends the output: what would is not
     chosen. allowed_token_ids: the only tokens that may be chosen. bad_words: texts that are not generated, in the
     tokens that the tokenizer encodes them with. truncate_prompt_tokens: keep so many of the prompt's last tokens; -1
-    as many as fit. priority: of requests that wait, those with the lowest number run first. Numbers may be numpy's.
+    as many as fit. priority: of requests that wait, those with the lowest number run first. lora: the name of the
+    adapter that the request has (`load(lora=...)`); None is the model alone. Numbers may be numpy's.
     """
 
     n: int = 1
@@ -81,6 +82,7 @@ class SamplingParams:
     priority: int = 0
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         for name in (name for name in self.__dataclass_fields__ if name not in _NO_NUMBERS):
@@ -124,6 +126,7 @@ class SamplingParams:
             self._check_tokens(name)
         self._check_bans()
         self._need("priority", _whole(self.priority), "a whole number")
+        self._need("lora", self.lora is None or isinstance(self.lora, str), "None or the name of an adapter")
         kept = self.truncate_prompt_tokens
         fits = kept is None or (_whole(kept) and (kept >= 1 or kept == -1))
         self._need("truncate_prompt_tokens", fits, "None, -1, or a whole number of at least 1")

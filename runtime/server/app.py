@@ -83,6 +83,10 @@ class Served:
     limits: ConnectionLimits = DEFAULT_LIMITS
     page: bool = False
 
+    def __post_init__(self) -> None:
+        if self.name in self.llm.engine.adapters:
+            raise UsageError(f"adapter {self.name} has the model's name: give one of them another (--name, --lora)")
+
     def dialogues(self) -> DialogueFormat | None:
         """How conversations are written and read; None without a template. Raises UsageError for unknown parsers."""
         if self.template is None:
@@ -238,7 +242,8 @@ class _Handlers:
         self._started = int(time.time())
         self.metrics = Metrics(service, served.name)
         self.asker = Asker(
-            served.name, served.llm, served.llm.engine.grammars, service, self.metrics, served.dialogues()
+            *(served.name, served.llm, served.llm.engine.grammars, service, self.metrics),
+            *(served.dialogues(), served.llm.engine.adapters),
         )
         service.cancelled = self.metrics.cancelled
         if served.template:
@@ -265,13 +270,14 @@ class _Handlers:
         return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self) -> JSONResponse:
-        """List the one model that is served."""
-        return JSONResponse({"object": "list", "data": [self._entry()]})
+        """List the model that is served, and its adapters."""
+        names = (None, *self.asker.adapters)
+        return JSONResponse({"object": "list", "data": [self._entry(name) for name in names]})
 
     async def model(self, name: str) -> JSONResponse:
-        """Describe the model that is served, if it has this name."""
+        """Describe the model that is served or an adapter, if one has this name."""
         self.asker.check_model(name)
-        return JSONResponse(self._entry())
+        return JSONResponse(self._entry(name))
 
     async def version(self) -> JSONResponse:
         """The version of qcompile."""
@@ -293,9 +299,10 @@ class _Handlers:
         self.asker.check_model(asked.model)
         return JSONResponse(await run_in_threadpool(asked.reply, self._llm))
 
-    def _entry(self) -> dict[str, Any]:
-        name, most = self._served.name, self._llm.context
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "qcompile", "max_model_len": most}
+    def _entry(self, name: str | None = None) -> dict[str, Any]:
+        of = {"created": self._started, "owned_by": "qcompile", "max_model_len": self._llm.context}
+        parent = {"parent": self.asker.name} if name in self.asker.adapters else {}
+        return {"id": self.asker.named(name), "object": "model", **of, **parent}
 
     async def complete(self, asked: api.CompletionRequest, request: Request) -> Response:
         """Continue one or several prompts."""
@@ -305,7 +312,7 @@ class _Handlers:
             prompts = list(await run_in_threadpool(infill_tokens, self._llm.tokenizer, prompts, asked.suffix))
         echo = Echo(prompts, self._llm.decode, params.truncate_prompt_tokens is not None) if asked.echo else None
         told = asked.prompt_logprobs is not None
-        reply = CompletionReply(self._served.name, params.n, self._llm.token_bytes, echo, told)
+        reply = CompletionReply(self.asker.named(asked.model), params.n, self._llm.token_bytes, echo, told)
         return await self._answer(request, asked, prompts, params, reply)
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
@@ -314,7 +321,7 @@ class _Handlers:
         given = asked.params(self._llm.sampling_defaults)
         turn = await run_in_threadpool(templates.turn, asked.dialogue(given.structure is not None))
         params = turn.params(given)
-        reply = ChatReply(self._served.name, params.n, self._llm.token_bytes, asked.top_logprobs or 0, turn)
+        reply = ChatReply(self.asker.named(asked.model), params.n, self._llm.token_bytes, asked.top_logprobs or 0, turn)
         reply.tells_prompt = asked.prompt_logprobs is not None
         return await self._answer(request, asked, [turn.prompt], params, reply, special=False)
 
@@ -332,7 +339,8 @@ class _Handlers:
             params.check_streamed()
             if asked.prompt_logprobs is not None:
                 raise UsageError("prompt_logprobs are not possible in streams")
-        answer = await self.asker.submit(prompts, params, asked.stream, special, structure_field(asked))
+        how = asked.stream, special, structure_field(asked), asked.model
+        answer = await self.asker.submit(prompts, params, *how)
         if asked.stream:
             events = reply.events(answer, self.metrics.finished, asked.usage_options)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -53,7 +53,10 @@ class Submitting(Protocol):
 
 @dataclass(frozen=True)
 class Asker:
-    """Has a model answer. name: the model's name for clients. dialogues: how conversations are written, if they can."""
+    """Has a model answer. name: the model's name for clients. dialogues: how conversations are written, if they can.
+
+    adapters: names of adapters, which clients ask for as if they were models.
+    """
 
     name: str
     llm: Encoder
@@ -61,6 +64,7 @@ class Asker:
     service: Submitting
     metrics: Metrics
     dialogues: DialogueFormat | None = None
+    adapters: tuple[str, ...] = ()
 
     @property
     def templates(self) -> DialogueFormat:
@@ -70,9 +74,14 @@ class Asker:
         return self.dialogues
 
     def check_model(self, name: str | None) -> None:
-        """Raise UnknownModelError for a request that names another model than the one served."""
-        if name is not None and name != self.name:
-            raise UnknownModelError(f"there is no model {name!r} here, only {self.name!r}")
+        """Raise UnknownModelError for a request that names another model than the one served, and no adapter."""
+        known = (self.name, *self.adapters)
+        if name is not None and name not in known:
+            raise UnknownModelError(f"there is no model {name!r} here, only {', '.join(map(repr, known))}")
+
+    def named(self, model: str | None) -> str:
+        """The name of the model or adapter that answers a request for `model`."""
+        return self.name if model is None else model
 
     def count(self, text: str) -> int:
         """The number of tokens of a text without special tokens of the tokenizer's own."""
@@ -85,12 +94,16 @@ class Asker:
         partial: bool,
         special: bool = False,
         structure_field: str | None = None,
+        model: str | None = None,
     ) -> OutputStream:
         """Encode prompts and submit them. Raises UsageError, BusyError and ResourceError, as `Service.submit` does.
 
         partial: whether the answer yields outputs that grow. special: whether the tokenizer adds its special tokens.
         structure_field: the field of the request that structured outputs come from; None for `structured_outputs`.
+        model: the model that the request names, or the adapter.
         """
+        if model in self.adapters:
+            params = replace(params, lora=model)
         self.service.admit(len(prompts) * params.generated.n, params)
         tokens = await self.encoded(prompts, special, params)
         # Compiled in a thread, as it may take longer than other responses should wait.

@@ -76,6 +76,8 @@ class EmbeddingsRoute:
     async def embed(self, asked: EmbeddingsRequest, request: Request) -> Response:
         """Embeddings of one text or several."""
         self._asker.check_model(asked.model)
+        if asked.model in self._asker.adapters:
+            raise UsageError(f"adapter {asked.model} gives no embeddings, only {self._asker.name} does")
         how = EmbeddingOptions(asked.pooling, asked.normalize, asked.dimensions)
         how.check(self._engine)
         # A prompt alone: no token has to fit behind it.

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import qcompile
@@ -22,37 +21,10 @@ from qcompile.errors import QCompileError
 from qcompile.graph import Graph
 from qcompile.passes.raising import Raise
 from qcompile.passes.rewrite import ImportOptions, rewrite
+from tests.support.adapters import made, merged_logits, pair, product, save
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 HEAD, TABLE, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
-PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
-
-
-def made(*shape: int, seed: int = 0) -> Tensor:
-    """Random numbers of about 0.1."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 10
-
-
-def save(path: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
-    """An adapter's folder, its tensors by names after PEFT's prefix."""
-    path.mkdir()
-    (path / "adapter_config.json").write_text(json.dumps(PLAIN | config))
-    named = {f"base_model.model.{name}": value.contiguous() for name, value in tensors.items()}
-    save_file(named, path / "adapter_model.safetensors")
-    return path
-
-
-def pair(module: str, outputs: int, inputs: int, rank: int = 4) -> dict[str, Tensor]:
-    """A and B of a module."""
-    return {
-        f"{module}.lora_A.weight": made(rank, inputs, seed=1),
-        f"{module}.lora_B.weight": made(outputs, rank, seed=2),
-    }
-
-
-def product(tensors: dict[str, Tensor], module: str) -> Tensor:
-    """B A in float64."""
-    return tensors[f"{module}.lora_B.weight"].double() @ tensors[f"{module}.lora_A.weight"].double()
 
 
 @pytest.fixture(scope="module")
@@ -131,19 +103,14 @@ def test_several_adapters_add_up(imported: Graph, tmp_path: Path) -> None:
 
 
 def test_an_artifact_is_the_merged_model(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = save(tmp_path / "tuned", tensors := pair(Q, 64, 64) | pair(DOWN, 64, 192))
-    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
-    ids = torch.tensor([[0, 17, 4000, 255, 12]])
-    with torch.no_grad():
-        plain = model(ids).logits
-        for module in (Q, DOWN):
-            model.get_submodule(module).weight += (6 / 4 * product(tensors, module)).float()
-        want = model(ids).logits
+    folder, ids = (
+        save(tmp_path / "tuned", tensors := pair(Q, 64, 64) | pair(DOWN, 64, 192)),
+        torch.tensor([[0, 17, 4000]]),
+    )
+    plain, want = merged_logits(tiny_checkpoint, {}, ids), merged_logits(tiny_checkpoint, tensors, ids)
     qcompile.build(tiny_checkpoint, tmp_path / "out", recipe="f32", lora=folder)
     manifest = json.loads((tmp_path / "out" / "qcompile.json").read_text())
-    with torch.no_grad(), qcompile.load(tmp_path / "out") as llm:
+    with qcompile.load(tmp_path / "out") as llm:
         got = llm.logits(ids)
     assert (got - want).abs().max() < 2e-4 < (want - plain).abs().max()
     assert manifest["model"]["adapters"] == {"tuned": 1.0}

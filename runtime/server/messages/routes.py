@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -31,8 +33,9 @@ class MessagesRoutes:
         given = asked.params(self._asker.llm.sampling_defaults)
         turn = await self._turn(asked)
         params = turn.params(given)
-        answer = await self._asker.submit([turn.prompt], params, asked.stream, structure_field=asked.structure_field)
-        reply = MessageReply(self._asker.name, turn)
+        how: dict[str, Any] = {"structure_field": asked.structure_field, "model": asked.model}
+        answer = await self._asker.submit([turn.prompt], params, asked.stream, **how)
+        reply = MessageReply(self._asker.named(asked.model), turn)
         if asked.stream:
             events = reply.events(answer, self._asker.metrics.finished)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

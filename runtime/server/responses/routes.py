@@ -40,8 +40,9 @@ class ResponsesRoutes:
         """Reply to a conversation, in the form of OpenAI's Responses API."""
         before = self._before(asked)
         turn, params = await self._turn(asked, before)
-        reply = ResponseReply(self._asker.name, asked, params, turn, self._asker.count)
-        answer = await self._asker.submit([turn.prompt], params, asked.stream, structure_field=asked.structure_field)
+        reply = ResponseReply(self._asker.named(asked.model), asked, params, turn, self._asker.count)
+        how: dict[str, Any] = {"structure_field": asked.structure_field, "model": asked.model}
+        answer = await self._asker.submit([turn.prompt], params, asked.stream, **how)
 
         def complete(response: dict[str, Any]) -> None:
             if asked.store:
