@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from qcompile.artifact.layout import Manifest
 from qcompile.artifact.reader import read_checked_manifest, state
-from qcompile.errors import ArtifactError
+from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime.chat import chat_template
 from qcompile.runtime.devices import open_model
 from qcompile.runtime.generation_config import NAME, sampling_defaults
@@ -30,6 +31,7 @@ def load(  # parameters: the options of loading, by name
     generation_config: Literal["auto", "none"] = "auto",
     max_num_batched_tokens: int | None = None,
     lora: Mapping[str, str | Path] | None = None,
+    max_model_len: int | None = None,
 ) -> LLM:
     """Verify the artifact at `path`, load it, and start its threads.
 
@@ -37,6 +39,8 @@ def load(  # parameters: the options of loading, by name
     max_batch: requests that run at once; others wait.
     max_num_batched_tokens: most tokens of a step, prompts and running requests together, up to 512 on a CPU and 8,192
     on a GPU; changes no bit of an output. Default 512 on a CPU, and 2,048 on a GPU, or fewer where its memory is short.
+    max_model_len: the longest sequence in tokens, prompt and reply; default the artifact's context. Less takes less
+    memory.
     kv_cache_bytes: default what `max_batch` requests of full context need, but on a CPU at most a quarter of the free
     memory, and on a GPU what `gpu_memory_utilization` leaves. A cache smaller than the context shortens the context.
     gamma: tokens that the artifact's drafts propose per round; "auto" chooses from measurements, 0 turns drafts off.
@@ -67,7 +71,7 @@ def load(  # parameters: the options of loading, by name
 
 def _load(path: str | Path, options: LoadOptions) -> LLM:
     """`load` without retry: an artifact that is replaced in the meantime may appear damaged."""
-    manifest = read_checked_manifest(path)
+    manifest = _shortened(read_checked_manifest(path), options.max_model_len)
     options.check(path, manifest["runtime"])
     opened = open_model(Path(path), manifest, options)
     most_cached = opened.most_cached if options.prefix_caching else 0
@@ -81,6 +85,16 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
     llm.end_at(end_tokens(Path(path), manifest["files"], opened.tokenizer))
     llm.template = chat_template(Path(path), manifest["files"])
     return _speculating(llm, options) if llm.engine.speculation.drafter else llm
+
+
+def _shortened(manifest: Manifest, tokens: Any) -> Manifest:
+    """The manifest of an artifact whose context is no longer than `tokens`, if a number is given."""
+    if tokens is None:
+        return manifest
+    context = manifest["model"]["max_position"]
+    if type(tokens) is not int or not 1 <= tokens <= context:
+        raise UsageError(f"max_model_len must be a whole number between 1 and the context, {context}, not {tokens!r}")
+    return manifest | {"model": manifest["model"] | {"max_position": tokens}}
 
 
 def _speculating(llm: LLM, options: LoadOptions) -> LLM:

@@ -30,6 +30,7 @@ class LoadOptions:
     threads: int | None = None
     max_batch: int = MAX_BATCH
     max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
     kv_cache_bytes: int | None = None
     gamma: int = AUTO
     acceptance: str = "drawn"

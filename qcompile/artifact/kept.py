@@ -29,7 +29,7 @@ ABOUT = "about.json"
 _SOURCES = (
     "*.py",
     *(f"{folder}/**/*.py" for folder in ("artifact", "checkpoints", "formats", "ops", "passes")),
-    "codegen/**/*",
+    *("codegen/**/*", "sample_text/**/*"),
 )
 """What an artifact's content depends on, below the package."""
 _LONGEST_NAME = 60
@@ -128,6 +128,13 @@ def places() -> list[KeptArtifact]:
     except OSError:
         return []
     return sorted(found, key=lambda one: (-one.last_used, one.folder))
+
+
+def remove_unfinished() -> None:
+    """Delete what builds left that were killed; those that run hold their folders' locks."""
+    for place in places():
+        if not place.ready:
+            place.remove()
 
 
 def folder_bytes(folder: Path) -> int:

@@ -12,7 +12,8 @@ import typer
 
 from qcompile import sample_text, texts
 from qcompile.checkpoints import hub
-from qcompile.cli import console, refusals
+from qcompile.cli import calibrating, console, machine, refusals
+from qcompile.cli.estimate import Estimate
 from qcompile.cli.options import (
     BitBudget,
     CalibrationText,
@@ -69,11 +70,14 @@ def build(  # parameters: the groups of its options
     with console.Progress() as progress:
         source = hub.find(model, allow_remote_code, progress=progress, **asdict(access))
         drafts = [_fetched(each, access, progress) for each in drafts]
-        text = _calibration_text(calibration.calib, recipe, source)
+    text = _calibration_text(calibration.calib, recipe, source)
+    estimate = Estimate(machine.count_weights(source))
+    with console.Progress(estimate) as progress:
         progress("import", 0, 1)
         gc.set_threshold(50_000, 20, 100)  # imports and traces are not garbage: looking for it would take 0.5 s
         given = compilation, inspection, calibration, settings, allow_remote_code, progress
         report = _build(source, drafts, output, text, *given)
+    estimate.finish()
     print_build(report, recipe.name, compilation.target, inspection.explain, json)
 
 
@@ -86,14 +90,10 @@ def _calibration_text(given: Path | None, recipe: Recipe, model: Path) -> Path |
     """The text of `--calib`, or the package's text for recipes that need one and checkpoints that can read it."""
     if given is not None:
         return _NAMED_TEXTS.get(given, given)
-    if not recipe.calibrated:
-        return None
-    if not (model / "tokenizer.json").is_file():
-        console.note(f"qcompile: recipe {recipe.name} wants a text, but {model} has no tokenizer.json: no calibration")
-        return None
-    how = "--calib FILE takes a text of yours, --calib none rounds to nearest"
-    console.note(f"qcompile: recipe {recipe.name} is calibrated on the package's sample text; {how}")
-    return sample_text.FOLDER
+    text = calibrating.text_for(recipe, model)
+    if text is not None:
+        console.note("qcompile: --calib FILE takes a text of yours, --calib none rounds to nearest")
+    return text
 
 
 def _build(  # parameters: the groups of options of the command

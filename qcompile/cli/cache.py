@@ -145,7 +145,11 @@ def _rest() -> list[Path]:
         entries = list(cache_dir().iterdir())
     except OSError:
         return []
-    return [entry for entry in entries if entry.name in ("traces", "identities") or entry.suffix in (".so", ".json")]
+    return [
+        entry
+        for entry in entries
+        if entry.name in ("traces", "identities", "durations") or entry.suffix in (".so", ".json")
+    ]
 
 
 def _ago(moment: float) -> str:

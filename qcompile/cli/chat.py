@@ -50,7 +50,7 @@ def _chat_loop(llm: LLM, out: Path, params: SamplingParams, as_json: bool) -> No
         raise UsageError(f"{out} has no tokenizer, so it cannot chat: build it from a checkpoint that has one")
     template = chat_template(out, llm.manifest["files"])
     if not template:
-        console.log("No chat template: your text is continued as it stands. Ctrl-D ends.")
+        console.note("No chat template: your text is continued as it stands. Ctrl-D ends.")
     conversation = Conversation(llm, template)
     for line in _lines():
         try:

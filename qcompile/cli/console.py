@@ -11,9 +11,12 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from qcompile.errors import UsageError, escaped
+
+if TYPE_CHECKING:
+    from qcompile.cli.estimate import Estimate
 
 QUIET_SECONDS = 2.0
 """Work shorter than this shows no progress."""
@@ -178,7 +181,8 @@ class Progress:
     seconds, and nothing in the first two seconds. A call raises KeyboardInterrupt after an interrupt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, estimate: Estimate | None = None) -> None:
+        self._estimate = estimate
         self._start = time.monotonic()
         self._stage, self._stage_start, self._done, self._total = "starting", self._start, 0, 0
         self._over = threading.Event()
@@ -201,6 +205,8 @@ class Progress:
         heed_interrupts()
         if stage != self._stage:
             self._tell()
+            if self._estimate:
+                self._estimate.enter(stage)
             self._stage, self._stage_start = stage, time.monotonic()
         self._done, self._total = done, total
 
@@ -209,11 +215,22 @@ class Progress:
         detail(f"{self._stage}: {time.monotonic() - self._stage_start:.1f} s")
 
     def line(self, now: float) -> str:
-        """The share done and the time left at the speed so far; the time spent if the stage has no parts."""
+        """The share done and the time left at the speed so far; the time spent if the stage has no parts.
+
+        With an estimate, both are of all stages.
+        """
+        if self._estimate:
+            percent, left = self._estimate.left(self._share)
+            return f"{percent} %, {left:.0f} s left ({self._stage})"
         seconds, done, total = now - self._stage_start, self._done, self._total
         if total <= 1 or done <= 0:
             return f"{self._stage}: {seconds:.0f} s so far"
         return f"{self._stage}: {100 * done // total} %, {seconds * (total - done) / done:.0f} s left"
+
+    @property
+    def _share(self) -> float | None:
+        """What is done of the stage; None if it has no parts."""
+        return self._done / self._total if self._total > 1 and self._done > 0 else None
 
     def _watch(self) -> None:
         if self._over.wait(QUIET_SECONDS):
@@ -234,11 +251,13 @@ class Progress:
         ) as bar:
             task = bar.add_task("")
             while not self._over.wait(0.1):
-                total = self._total if self._total > 1 else None
+                done, total = self._done, self._total if self._total > 1 else None
+                if self._estimate:
+                    done, total = self._estimate.left(self._share)[0], 100
                 bar.update(
                     task,
                     description=escaped(self.line(time.monotonic())).replace("[", "\\["),
-                    completed=self._done,
+                    completed=done,
                     total=total,
                 )
 

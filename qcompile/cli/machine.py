@@ -74,7 +74,9 @@ def fit(machine: Machine, directory: Path) -> Fit:
     target = machine.gpu_target or "cpu"
     if kept := _keeping(directory):
         return Fit(target, kept, "it keeps the numbers of a checkpoint that is quantized already")
-    weights = _weights(directory)
+    weights = count_weights(directory)
+    if not weights:
+        raise UsageError(f"{directory} has no *.safetensors: give a checkpoint with weights")
     memory = (machine.gpu_memory if machine.gpu else machine.memory) // _SHARE
     quick = memory if machine.gpu else machine.cores * _QUICK_BYTES_PER_CORE
     size = byte_size(weights)
@@ -122,12 +124,9 @@ def _keeping(directory: Path) -> str | None:
     return _KEEPING.get(method) if bits == 4 else None
 
 
-def _weights(directory: Path) -> int:
-    """The number of weights of the checkpoint, which is also their bytes in 8 bits. UsageError if there are none."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise UsageError(f"{directory} has no *.safetensors: give a checkpoint with weights")
-    return sum(_elements(file) for file in files)
+def count_weights(directory: Path) -> int:
+    """The number of weights of the checkpoint, which is also their bytes in 8 bits; 0 if it has no safetensors."""
+    return sum(_elements(file) for file in sorted(directory.glob("*.safetensors")))
 
 
 def _elements(file: Path) -> int:

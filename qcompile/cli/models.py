@@ -16,7 +16,8 @@ from qcompile.artifact import kept
 from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints import hub
 from qcompile.checkpoints.identity import identity
-from qcompile.cli import console, machine, refusals
+from qcompile.cli import calibrating, console, machine, refusals
+from qcompile.cli.estimate import Estimate
 from qcompile.cli.options import Building, Loading
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.recipes import Recipe, get_recipe, parse_options
@@ -123,11 +124,12 @@ class _Request:
         """Build the artifact into its place."""
         recipe = f"recipe {self.recipe.name}{self.reason}"
         console.note(f"qcompile: building {self.name} for target {self.target}; {recipe}")
-        with console.Progress() as progress, _few_collections():
+        kept.remove_unfinished()
+        estimate = Estimate(machine.count_weights(self.directory))
+        with console.Progress(estimate) as progress, _few_collections():
             progress("import", 0, 1)
             report = self._compiled(progress)
-        if self.recipe.calibrated:
-            console.note(f"qcompile: recipe {self.recipe.name} wants calibration text, which `qcompile build` takes")
+        estimate.finish()
         size = console.byte_size(self.place.bytes)
         took = f"{sum(report.seconds.values()):.1f} s"
         console.note(f"qcompile: built in {took}, {size}, kept in {self.place.folder} (see `qcompile cache`)")
@@ -146,7 +148,13 @@ class _Request:
                 "qcompile": __version__,
             }
         )
-        more: dict[str, Any] = {"options": self.options, "progress": progress, "allow_remote": self.allow_remote}
+        text = calibrating.text_for(self.recipe, self.directory)
+        more: dict[str, Any] = {
+            "calib": text,
+            "options": self.options,
+            "progress": progress,
+            "allow_remote": self.allow_remote,
+        }
         target, recipe = self.target, self.recipe.name
         return pipeline.build(
             str(self.directory), self.place.artifact, target=target, recipe=recipe, name=self.name, **more
@@ -172,7 +180,7 @@ def _checkpoint(given: str, building: Building) -> tuple[Path, str]:
         if not (path / "config.json").is_file():
             raise UsageError(f"{given} is neither an artifact (no {MANIFEST}) nor a checkpoint (no config.json)")
     elif not hub.is_name(given):
-        raise UsageError(f"{given}: no such artifact directory or checkpoint")
+        raise UsageError(f"{given}: no such artifact directory or checkpoint{', but a file' if path.is_file() else ''}")
     with console.Progress() as progress:
         remote, revision, token = building.allow_remote_code, building.revision, building.token
         directory = hub.find(given, remote, revision=revision, token=token, progress=progress)

@@ -315,6 +315,16 @@ class Loading:
         ),
     ] = None
 
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            min=1,
+            metavar="N",
+            help="Longest sequence in tokens, prompt and reply; less takes less memory. Default: the model's context.",
+        ),
+    ] = None
+
     def load(self, path: Path, **more: Any) -> LLM:
         """`qcompile.load` with these options, and `more` of its arguments. Raises QCompileError."""
         import qcompile

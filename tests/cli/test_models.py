@@ -15,7 +15,7 @@ import pytest
 from qcompile import pipeline
 from qcompile.artifact import kept
 from qcompile.checkpoints import identity as hashing
-from qcompile.cli import machine, models
+from qcompile.cli import console, estimate, machine, models
 from qcompile.cli.options import Building
 from qcompile.clock import silent
 from qcompile.errors import ResourceError, UsageError
@@ -142,6 +142,16 @@ def test_who_waited_for_a_build_that_failed_builds(cache: Path) -> None:
         assert waited.wait(20)
     other.join()
     assert built == [True] and kept.places() == []
+
+
+def test_what_a_killed_build_left_is_deleted_by_the_next(
+    tiny_checkpoint: Path, builds: list[dict[str, Any]], cache: Path
+) -> None:
+    left, running = kept.place("left", {}), kept.place("running", {})
+    (left.folder / ".artifact.tmp-1").mkdir(parents=True)
+    with running.locked(lambda: None):
+        made = models.artifact_of(str(tiny_checkpoint), Building())
+        assert {place.folder for place in kept.places()} == {made.path.parent, running.folder}
 
 
 def test_a_damaged_artifact_of_the_cache_is_built_again(
@@ -300,6 +310,53 @@ def test_each_has_help_with_an_example(command: str, capsys: Capture) -> None:
     assert code_of("cache", command, "--help") == 0
     text = capsys.readouterr().out
     assert "Example:" in text and "qcompile cache" in text and "--json" in text
+
+
+# ---- the time left -----------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_the_time_left_follows_the_last_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(estimate, "time", clock)
+
+    def build(weights: int, slower: float) -> list[tuple[int, int]]:
+        """A build that takes so many times as long; returns percent and seconds left, at the middle of each part."""
+        expected, seen = estimate.Estimate(weights), []
+        for stage, seconds in (("import", 8), ("raise", 1), ("fuse", 1), ("weights", 4), ("kernels", 6)):
+            expected.enter(stage)
+            clock.now += seconds * slower / 2
+            percent, left = expected.left(0.5 if stage == "weights" else None)
+            seen.append((percent, round(left)))
+            clock.now += seconds * slower / 2
+        expected.finish()
+        return seen
+
+    build(100_000_000, 1.0)
+    assert build(100_000_000, 1.0) == [(20, 16), (42, 12), (47, 10), (60, 8), (85, 3)]
+    assert build(100_000_000, 3.0)[2:] == [(48, 30), (62, 21), (89, 6)]  # a busy machine is noticed
+    assert build(300_000_000, 1.0)[0][1] > 30  # three times the weights; the last build was slow
+
+
+def test_the_time_left_is_shown_for_the_whole_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(estimate, "time", clock)
+    monkeypatch.setattr(console, "time", clock)
+    progress = console.Progress(estimate.Estimate(1_000_000))
+    progress("import", 0, 1)
+    clock.now = 3.0
+    assert progress.line(clock.now) == "14 %, 18 s left (import)"
+    progress("weights", 5, 10)
+    clock.now = 4.0
+    assert progress.line(clock.now).endswith(" s left (weights)")
 
 
 def test_unused_options_are_named() -> None:

@@ -323,6 +323,9 @@ def test_bad_options_of_load(tmp_path: Path, stub: Path) -> None:
         ({"max_batch": 0}, "max_batch must be between 1 and 64"),
         ({"kv_cache_bytes": 100}, "less than one page"),
         ({"kv_cache_bytes": "8G"}, "kv_cache_bytes must be a whole number"),
+        ({"max_model_len": 0}, "max_model_len must be a whole number between 1 and the context"),
+        ({"max_model_len": 1 << 20}, "max_model_len must be a whole number"),
+        ({"max_model_len": "9"}, "max_model_len must be a whole number"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization must be above 0"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be above 0"),
     ):
@@ -333,6 +336,7 @@ def test_bad_options_of_load(tmp_path: Path, stub: Path) -> None:
     with pytest.raises(ResourceError, match="13 threads"):
         load(root, threads=13)
     assert load(root, threads=1, kv_cache_bytes=9000).engine.pool.total == 2
+    assert load(root, threads=1, max_model_len=7).context == 7
 
 
 def test_a_tokenizer_is_one_of_the_artifacts_files(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

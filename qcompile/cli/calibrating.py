@@ -1,0 +1,20 @@
+"""The text on which weights are calibrated where the user gives none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qcompile import sample_text
+from qcompile.cli import console
+from qcompile.recipes import Recipe
+
+
+def text_for(recipe: Recipe, model: Path) -> Path | None:
+    """The package's text for recipes that need one and checkpoints that can read it; says which, or why none."""
+    if not recipe.calibrated:
+        return None
+    if not (model / "tokenizer.json").is_file():
+        console.note(f"qcompile: recipe {recipe.name} wants a text, but {model} has no tokenizer.json: no calibration")
+        return None
+    console.note(f"qcompile: recipe {recipe.name} is calibrated on the package's sample text")
+    return sample_text.FOLDER
