@@ -149,7 +149,10 @@ class _Prepared:
 
 
 class AsyncOutputs:
-    """The output of one prompt: iterate for each RequestOutput as it grows, or await the finished one. Use it once."""
+    """The output of one prompt: iterate for each RequestOutput as it grows, or await the finished one. Use it once.
+
+    `asyncio.ensure_future` makes a task of it.
+    """
 
     def __init__(self, run: Callable[[bool], AsyncGenerator[RequestOutput, None]]) -> None:
         """run: makes the outputs, all of them or only the finished one."""

@@ -99,7 +99,7 @@ class CompiledCausalLM(torch.nn.Module):
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         *,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | torch.Tensor = 0,
         return_dict: bool | None = None,
         use_cache: bool | None = None,
         **others: Any,
@@ -107,8 +107,8 @@ class CompiledCausalLM(torch.nn.Module):
         """Float32 logits [batch, tokens, vocab] of input_ids [batch, tokens], and with labels their mean loss.
 
         labels: as input_ids; -100 does not count, nor does a label whose token before is padding. logits_to_keep: of
-        so many last tokens; 0 for all. use_cache: without effect. Logits of padding are zeros. Raises UnsupportedError
-        for further arguments, UsageError.
+        so many last tokens, 0 for all, or a tensor of positions. use_cache: without effect. Logits of padding are
+        zeros. Raises UnsupportedError for further arguments, UsageError.
         """
         _refuse_rest(others, "the forward pass")
         rows = _rows(input_ids, attention_mask)
@@ -122,14 +122,8 @@ class CompiledCausalLM(torch.nn.Module):
                 start = rows[number][0]
                 logits[number, start : start + length] = found
         logits = logits.to(input_ids.device)
-        loss = None
-        if labels is not None:
-            wanted = labels[:, 1:].to(logits.device)
-            if attention_mask is not None:
-                wanted = wanted.masked_fill(attention_mask[:, :-1].to(logits.device) == 0, IGNORED)
-            wanted = wanted.flatten()
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), wanted, ignore_index=IGNORED)
-        kept = logits[:, -logits_to_keep:] if logits_to_keep else logits
+        loss = None if labels is None else _loss(logits, labels, attention_mask)
+        kept = logits[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
         if return_dict is False:
             return (kept,) if loss is None else (loss, kept)
         return CausalLMOutputWithPast(loss=loss, logits=kept)
@@ -253,8 +247,21 @@ class _PromptBatch:
         return torch.cat([prompts, torch.tensor(padded, dtype=prompts.dtype, device=prompts.device)], 1)
 
 
+def _loss(logits: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """The mean loss of labels [batch, tokens] under the logits of the tokens before them. Raises UsageError."""
+    if labels.shape != logits.shape[:2]:
+        raise UsageError(f"labels must be {list(logits.shape[:2])} as input_ids, not {list(labels.shape)}")
+    wanted = labels[:, 1:].to(logits.device)
+    if attention_mask is not None:
+        wanted = wanted.masked_fill(attention_mask[:, :-1].to(logits.device) == 0, IGNORED)
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
+
+
 def _rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[tuple[int, list[int]]]:
     """The first position and the tokens of each row, without padding. Raises UsageError."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.is_floating_point():
+        what = getattr(input_ids, "dtype", type(input_ids).__name__)
+        raise UsageError(f"input_ids must be a tensor of whole numbers, not {what}")
     if input_ids.ndim != 2 or not input_ids.numel():
         raise UsageError(f"input_ids must be [batch, tokens] with at least one token, not {list(input_ids.shape)}")
     if attention_mask is None:

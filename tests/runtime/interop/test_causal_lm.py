@@ -16,6 +16,7 @@ import qcompile
 from qcompile.errors import QCompileError, UnsupportedError, UsageError
 from qcompile.runtime.interop.causal_lm import CompiledCausalLM
 from qcompile.runtime.llm import LLM
+from tests.support import fake
 from tests.support.fake import EOS, fake_llm
 
 TEXTS = ["def main(", "import os\nimport sys\n\n\nclass Reader", "x"]
@@ -104,6 +105,8 @@ def test_logits_and_loss_are_theirs(model: Any, theirs: Any, tokenizer: Any, inp
     loss, logits = model(**right, labels=labels, return_dict=False, logits_to_keep=3)
     torch.testing.assert_close(loss, theirs(**right, labels=labels).loss.detach(), rtol=0, atol=1e-4)
     assert logits.shape == (3, 3, 8192)
+    places = torch.tensor([0, 2])
+    assert torch.equal(model(**right, logits_to_keep=places).logits, model(**right).logits[:, places])
     left = model(**inputs, labels=inputs.input_ids.masked_fill(mask == 0, -100)).loss
     torch.testing.assert_close(left, loss, rtol=0, atol=1e-5)
 
@@ -148,6 +151,21 @@ def test_streamers_and_criteria(model: Any, inputs: Any, tokenizer: Any, capsys:
         batch[1, stopped.shape[1] :].tolist()
     ) <= {5}
     assert model.generate(ids, max_new_tokens=200, max_time=1e-9).shape[1] == ids.shape[1] + 1
+
+
+@pytest.mark.parametrize("executor", [fake.Executor, fake.LateExecutor])
+def test_tokens_after_a_stop_text_are_dropped(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are known before their text is, and something watches them."""
+    monkeypatch.setattr(fake, "Chosen", executor)
+    with fake_llm(tokenizer=fake.byte_tokenizer()) as llm:
+        model, ids = llm.as_transformers(), torch.tensor([[70, 71, 72]])
+        options: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": 259, "pad_token_id": 1}
+        whole = model.generate(ids, **options)
+        text = llm.decode(whole[0, 3:].tolist())
+        stop = next(letter for letter in text[20:] if letter.isascii() and letter not in text[:20])
+        plain = model.generate(ids, stop_strings=stop, **options)
+        watched = model.generate(ids, stop_strings=stop, stopping_criteria=[lambda tokens, scores: False], **options)
+        assert torch.equal(plain, watched) and 20 < plain.shape[1] < whole.shape[1]
 
 
 def test_embeddings_are_prompts(model: Any, theirs: Any, inputs: Any) -> None:
@@ -199,6 +217,13 @@ def test_what_else_is_refused(model: Any, inputs: Any) -> None:
     for mask in (torch.zeros(1, 3), None):
         with pytest.raises(UsageError, match="all padding" if mask is not None else "must be"):
             model(ids if mask is not None else ids[0], mask)
+    for use, says in (
+        (lambda: model.generate([[1, 2]]), "a tensor of whole numbers, not list"),
+        (lambda: model(ids.float()), "whole numbers, not torch.float32"),
+        (lambda: model(ids, labels=ids[:, 1:]), "labels must be"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            use()
     assert model.eval() is model and model.requires_grad_(False) is model and not list(model.parameters())
     assert model.half().dtype == torch.float32 and model.device.type == "cpu"
     assert CompiledCausalLM(model.llm, "").to("meta").device.type == "meta"
