@@ -20,7 +20,7 @@ from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.operands import CountRef, NumberRef, grid_size
 from qcompile.codegen.gpu.plan import make_plan
-from qcompile.runtime.cuda import launching, load
+from qcompile.runtime.cuda import counts, inputs, launching, load
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.engine.blocks import BlockPool
@@ -135,12 +135,25 @@ def _data(plan: LaunchPlan, program: Any) -> Any:
 
 
 class Machine:
-    """A decoder compiled by a recipe for a GPU, opened here with its drafts if it has some."""
+    """A decoder compiled by a recipe for a GPU, opened here with its drafts if it has some.
+
+    Decode attention takes programs of whole splits, if not `fine`: those of leaves, whose bits are the same, take twice
+    the time here.
+    """
 
     def __init__(
-        self, graph: Any, recipe: str, pages: int, max_tokens: int = 64, split: int = 64, drafts: Sequence[Any] = ()
+        self,
+        graph: Any,
+        recipe: str,
+        pages: int,
+        max_tokens: int = 64,
+        split: int = 64,
+        drafts: Sequence[Any] = (),
+        fine: bool = False,
     ) -> None:
         launching.LaunchCall = HostLaunch  # type: ignore[assignment, misc]
+        # One page behind the last shows that programs of nothing write nothing, in less time than seven.
+        counts.MIN_PAGES = inputs.MIN_PAGES = 2
         self.driver = HostDriver()
         planned = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts)
         kv = planned.program.kv
@@ -163,6 +176,9 @@ class Machine:
         opened = [load._level(self.target, e, data.get(e.get("path")), functions, self.weights) for e in levels]
         self.speculator: Any = load._drafter(Path(), {}, self.target, levels, opened, None) if levels else None
         self.pages = pages
+        if not fine:
+            for executor in self.executors:
+                executor.plan["fine_splits"] = 0
 
     @staticmethod
     def drafted(graph: Any, how: str, pages: int) -> Machine:
@@ -171,12 +187,16 @@ class Machine:
         drafts: list[Any] = {"lookup": ["lookup"], "own": [graph]}.get(how, [])
         return Machine(graph, "nested" if how == "shared" else "bf16", pages, drafts=drafts)
 
+    @property
+    def executors(self) -> list[Any]:
+        """Those of the target and of drafts."""
+        drafts = [stage.executor for stage in self.speculator.stages] if self.speculator else []
+        return [executor for executor in (self.target, *drafts) if executor is not None]
+
     def let_kernels_choose(self, chosen: bool) -> None:
         """Whether kernels choose tokens that are not greedy, those of drafts too, or the host does."""
-        drafts = [stage.executor for stage in self.speculator.stages] if self.speculator else []
-        for executor in (self.target, *drafts):
-            if executor is not None:
-                executor.draws = chosen
+        for executor in self.executors:
+            executor.draws = chosen
 
     def engine(self, gamma: int = 0) -> Engine:
         """A new engine that drafts `gamma` tokens a round. Like that of a loaded model, it has a controller."""

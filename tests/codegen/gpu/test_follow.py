@@ -23,7 +23,7 @@ def interpret_engine(recipe: str) -> None:
     from tests.support.gpu_machine import PROMPTS, HostLaunch, Machine
 
     torch.manual_seed(0)
-    machine = Machine(decoder(**SMALL), recipe, pages=24)
+    machine = Machine(decoder(**SMALL), recipe, pages=24, fine=recipe == "bf16")
     params = [SamplingParams(max_tokens=3 + 2 * i, ignore_eos=True, **o) for i, o in enumerate(OPTIONS)]
     prompts = [PROMPTS[0], PROMPTS[3], [7] * 70]  # the last in two steps
     seen: list[str] = []

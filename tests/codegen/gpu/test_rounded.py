@@ -32,7 +32,7 @@ def interpret_steps(recipe: str) -> None:
 
     def logits() -> tuple[list[torch.Tensor], list[str]]:
         torch.manual_seed(0)
-        machine, launched = Machine(decoder(**SHAPE), recipe, pages=20, split=split), []
+        machine, launched = Machine(decoder(**SHAPE), recipe, pages=20, split=split, fine=recipe != "w4a16"), []
         HostLaunch.watch = launched.append
         pages = [range(8), range(8, 16)]
         steps = [

@@ -69,7 +69,7 @@ def interpret_rounds_of_a_ring() -> None:
     from tests.support.gpu_machine import Machine
 
     torch.manual_seed(0)
-    machine = Machine(decoder(**SMALL), "quantspec", pages=20, max_tokens=300, split=128)
+    machine = Machine(decoder(**SMALL), "quantspec", pages=20, max_tokens=300, split=128, fine=True)
     found = []
     for gamma in (0, 3):
         engine = machine.engine(gamma)

@@ -35,7 +35,7 @@ def interpret_rounds(target: str, draft: str) -> None:
     machine = Machine(models[target], "nested" if draft == "shared" else "bf16", pages=9, drafts=drafts)
     graphs = machine.speculator
     assert isinstance(graphs, CudaRounds)
-    params = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (9, 3)]
+    params = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (7, 2)]
     found, kept = [], []
     for gamma, speculator in ((0, None), (2, graphs), (2, HostSpeculator(machine.target, graphs.stages))):
         machine.speculator = speculator

@@ -70,8 +70,8 @@ def lowered(recipe: str, **options: Any) -> tuple[Any, Any, dict[str, torch.Tens
     return gpu_program(made, recipe, passes)
 
 
-def interpret_recipes(*names: str) -> None:
-    """Prefill and decode against the graph's own reference; in a process that has TRITON_INTERPRET set."""
+def interpret_recipes(*names: str, texts: int = 2) -> None:
+    """Prefill and decode of texts against the graph's own reference; in a process that has TRITON_INTERPRET set."""
     from tests.support.gpu_interpreter import Interpreter
 
     for name in names:
@@ -91,17 +91,17 @@ def interpret_recipes(*names: str) -> None:
         more = options.get(name, {})
         graph, program, blobs = lowered(name.split()[0], **more)
         machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs)
-        ids = torch.randint(0, SHAPE["vocab"], (2, 20), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(0, SHAPE["vocab"], (texts, 20), generator=torch.Generator().manual_seed(1))
         inputs = step_inputs(ids, None, graph)
         want = graph.run(*inputs)[0]
         pages = inputs[3].tolist()
-        got, best = machine.step([Chunk(ids[s].tolist(), 0, pages[s]) for s in range(2)])
+        got, best = machine.step([Chunk(ids[s].tolist(), 0, pages[s]) for s in range(texts)])
         error = ((got.double() - want).norm() / want.norm()).item()
         assert error < RECIPES[name], (name, error)
         assert torch.equal(best.long(), got.argmax(-1))
         again = Interpreter(program, machine.plan, blobs)
         for start, end in ((0, 17), (17, 18), (18, 20)):  # chunks of both attention classes
-            chunks = [Chunk(ids[s, start:end].tolist(), start, pages[s]) for s in range(2)]
+            chunks = [Chunk(ids[s, start:end].tolist(), start, pages[s]) for s in range(texts)]
             part, _ = again.step(chunks)
         error = ((part[-1] - got[-1]).norm() / got[-1].norm()).item()
         assert error < 1e-3, (name, error)
@@ -130,7 +130,7 @@ def test_narrow_values_interpreted() -> None:
 def interpret_odd_inputs() -> None:
     """Inputs that are no whole blocks of a packing, nor whole groups: rows of activations are filled up with zeros."""
     SHAPE.update(hidden=224, heads=3, kv_heads=1, ffn=352)
-    interpret_recipes("qserve", "qserve-channel", "w8a8", "nested", "mixllm", "mxfp4", "w4a16", "bf16")
+    interpret_recipes("qserve", "qserve-channel", "w8a8", "nested", "mixllm", "mxfp4", "w4a16", "bf16", texts=1)
 
 
 def test_filled_rows_meet_nothing_that_is_written() -> None:
