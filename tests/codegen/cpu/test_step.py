@@ -100,14 +100,21 @@ def test_rows_are_bitwise_independent_of_the_step(opened: Open, name: str) -> No
             np.testing.assert_array_equal(rows, whole[:count], f"{threads=} {chunk=}")
 
 
-@pytest.mark.parametrize("tiny", [*FORMATS.values(), SHAPES["odd widths"]], ids=[*FORMATS, "odd widths"])
+HEADS = {
+    **{name: FORMATS[name] for name in ("f32", "bf16", "w8", "w4a4")},
+    "odd widths": SHAPES["odd widths"],
+    "two scales a row": Tiny("w8_sym_channel", "q8", "kv16", activation="int8_g128", hidden=160, layers=1),
+}
+
+
+@pytest.mark.parametrize("tiny", HEADS.values(), ids=HEADS.keys())
 def test_hidden_states_are_what_the_head_reads(opened: Open, tiny: Tiny) -> None:
     """Their products with the head's weight are the logits, and their bits depend on nothing else in the step."""
     tokens = [token % tiny.vocab for token in TOKENS[:70]]
     model = opened(tiny, threads=2)
     whole = model.hidden([Chunk(tokens, 0, [3, 1])])
     logits = model.step([Chunk(tokens, 0, [3, 1])])
-    # Sums of at most 96 products in float32.
+    # Sums of at most 160 products in float32.
     np.testing.assert_allclose(whole @ head_weight(tiny).T.numpy(), logits, atol=2e-5, rtol=1e-5)
     for chunk in (1, 3, 64):
         starts = range(0, len(tokens), chunk)

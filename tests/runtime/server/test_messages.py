@@ -12,7 +12,7 @@ from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.server.blocks import ReplyBlock
 from qcompile.runtime.server.messages.reply import content_of
 from tests.runtime.server.test_responses import asked
-from tests.runtime.server.test_server import Client, serving
+from tests.runtime.server.test_server import Client, serving, slow_steps
 from tests.runtime.server.test_tools import REPLY, TEMPLATE, Say, say, serving_with
 from tests.support.fake import byte_tokenizer, fake_llm
 
@@ -91,14 +91,15 @@ def test_a_conversation_goes_on_with_the_results_of_calls(messages: Any, say: Sa
     assert last == {"role": "user", "content": "Go\non"}
 
 
-def test_a_stream_is_put_together(messages: Any, say: Say) -> None:
+def test_a_stream_is_put_together(client: Client, messages: Any, say: Say) -> None:
     say(REPLY)
     whole = messages.create(**GREEDY, tools=TOOLS)
-    with messages.stream(**GREEDY, tools=TOOLS) as stream:
+    with slow_steps(client.service.llm, 0.002), messages.stream(**GREEDY, tools=TOOLS) as stream:
         events = [event.type for event in stream]
         last = stream.get_final_message()
     raw = [event for event in events if event not in ("text", "thinking", "input_json")]
     assert raw[0] == "message_start" and raw[-2:] == ["message_delta", "message_stop"]
+    assert events.count("input_json") > 3 and events.count("thinking") > 1
     assert events.count("content_block_start") == events.count("content_block_stop") == 4
 
     def plain(message: Any) -> Any:

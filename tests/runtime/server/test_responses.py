@@ -117,13 +117,14 @@ def test_kept_responses(responses: Any, say: Say) -> None:
         responses.create(**ASKED, previous_response_id=found.id)
 
 
-def test_a_stream_is_put_together(responses: Any, say: Say) -> None:
+def test_a_stream_is_put_together(client: Client, responses: Any, say: Say) -> None:
     say(REPLY)
-    with responses.stream(**ASKED, tools=TOOLS) as stream:
+    with slow_steps(client.service.llm, 0.002), responses.stream(**ASKED, tools=TOOLS) as stream:
         events = list(stream)
         last = stream.get_final_response()
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds.count("function_call_arguments.delta") > 3 and kinds.count("reasoning_text.delta") > 1
     assert kinds[:2] == ["created", "in_progress"] and kinds[-1] == "completed"
     whole, kept = responses.create(**ASKED, tools=TOOLS), responses.retrieve(last.id)
     assert kept.usage == last.usage == whole.usage and [item.id for item in kept.output] == [i.id for i in last.output]

@@ -135,11 +135,11 @@ def idle(client: Client) -> bool:
 
 
 @contextmanager
-def slow_steps(llm: LLM) -> Iterator[None]:
+def slow_steps(llm: LLM, seconds: float = 0.02) -> Iterator[None]:
     """Steps of a larger model, so that clients can meet and streams come in pieces."""
     step = llm.engine.step
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine, "step", lambda: (time.sleep(0.02), step())[1])
+        patch.setattr(llm.engine, "step", lambda: (time.sleep(seconds), step())[1])
         patch.setattr(llm.engine.runner.timer.steps, "count", lambda batch: 1)
         yield
 
