@@ -8,13 +8,14 @@ The second writes results/decoder_types.json and decoder_types.md of all rows. `
 
 A row is the default configuration of the type, cut down by `tiny.py`, with random weights, compiled in float32 and
 compared with transformers as families.py does. Types that are no decoders are listed as such: encoder-decoders,
-models in which a token sees later ones, classifiers, and those that take no text without an image. The exit code is 4
-if a row is wrong.
+models in which a token sees later ones, classifiers, drafters that read the states of another model, and those that
+take no text without an image or another input. The exit code is 4 if a row is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import sys
@@ -50,8 +51,9 @@ def row_of(kind: str) -> Row:
     """The row of one type."""
     started = time.perf_counter()
     try:
-        settings = tiny.settings(kind)
-        reason = not_a_decoder(kind, settings)
+        reason = takes_more(kind)
+        settings = {} if reason else tiny.settings(kind)
+        reason = reason or not_a_decoder(kind, settings)
     except Exception as error:  # whatever transformers raises for a configuration or without an image
         needs = re.search("pixel_values|image_encoder_embeddings", str(error))
         return {"outcome": "no decoder" if needs else "no reference", "reason": _line(error)}
@@ -64,6 +66,23 @@ def row_of(kind: str) -> Row:
         except Exception as error:  # whatever is not a refusal is a bug, and the other rows are wanted all the same
             row = {"outcome": "WRONG", "reason": _line(error)}
     return row | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def takes_more(kind: str) -> str:
+    """What a model of the type takes besides text, as a reason why it is no decoder, or an empty text."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    named = {**auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}[kind]
+    taken = inspect.signature(getattr(transformers, named).forward).parameters
+    if "decoder_input_ids" in taken:
+        return "encoder and decoder"
+    if "shared_kv_states" in taken:
+        return "a drafter, which reads the keys and values of another model"
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [name for name, one in taken.items() if one.default is inspect.Parameter.empty and one.kind not in kinds]
+    more = [name for name in needed if name not in ("self", "input_ids")]
+    return f"needs {', '.join(more)} besides text" if more else ""
 
 
 def not_a_decoder(kind: str, settings: tiny.Settings) -> str:

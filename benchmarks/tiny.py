@@ -92,7 +92,9 @@ EXCEPTIONS: dict[str, Settings] = {
         **{"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2, "num_experts_per_tok": CHOSEN},
         **{"n_group": 1, "topk_group": 1},
     },
+    "dots3_note_audio_encoder": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
     "dots3_note_text": {"head_dim": HEAD + 16},
+    "dots3_note_vision_encoder": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
     "emu3": {"vocabulary_map": {"<image>": 3}},
     "ernie4_5_vl_moe_text": {"head_dim": 4 * HEAD},
     "falcon_h1": {"mamba_d_head": HEAD, "mamba_n_groups": 1},
@@ -110,7 +112,14 @@ EXCEPTIONS: dict[str, Settings] = {
         "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0, 0.0],
     },
     "glm5_next_text": {"index_topk": 16},
+    "granite4_vision": {
+        **{"downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [0, 1, 0, 1]},
+        "image_grid_pinpoints": [[336, 672]],
+    },
     "granitemoehybrid": HYBRID,
+    "hunyuan_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [HEAD // 8] * 4}
+    },
     "jetmoe": {"pad_token_id": None},  # its embedding would be 0, and all experts as good for it
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "mamba2": {"num_heads": 16, "head_dim": HEAD, "n_groups": 1},
@@ -127,6 +136,11 @@ EXCEPTIONS: dict[str, Settings] = {
     },
     "reformer": {"is_decoder": True},
     "step3p5": {"sliding_window": WINDOW},
+    "timm_wrapper": {  # its own model needs another library
+        **{"model_type": "clip_vision_model", "hidden_size": WIDTH, "num_attention_heads": HEADS},
+        **{"num_hidden_layers": 2, "intermediate_size": 352},
+        "model_args": {"embed_dim": WIDTH},
+    },
     "xmod": {"default_language": "en_XX"},
     "zamba2": {
         **TWICE,

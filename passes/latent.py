@@ -45,9 +45,9 @@ class Latent(Pass):
 
     The key head holds the features that all heads share, and then the latent, which is also the value. The matrices of
     the linears from the latent to keys and values are applied to queries and to attention's results instead, head by
-    head (expert_linear with every_expert). Fires where that is proved and makes the cache smaller by LEAST_GAIN. An
-    attention whose values come from a latent but whose keys do not is listed in the notes, as is one for whose shape
-    targets of `kind` have no kernels. `fired` counts attentions.
+    head (expert_linear with every_expert). Fires where that is proved of all attentions, with latents of one shape, and
+    makes the cache smaller by LEAST_GAIN. An attention whose values come from a latent but whose keys do not is listed
+    in the notes, as is one for whose shape targets of `kind` have no kernels. `fired` counts attentions.
     """
 
     name: ClassVar[str] = "latent"
@@ -62,8 +62,7 @@ class Latent(Pass):
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
         notes = []
-        fired = 0
-        choices: dict[int, fx.Node] = {}
+        rewrites: list[_Rewrite] = []
         for node in graph.calls("attention"):
             values = _values_of_latent(graph, node)
             if values is None:
@@ -72,12 +71,18 @@ class Latent(Pass):
                 keys = _keys_of_latent(graph, node, values.latent)
                 if _pays(node, values.latent, int(keys.shared.sum())):
                     self._check_shape(node, values, keys)
-                    _Rewrite(graph, node, values, keys).apply(choices)
-                    fired += 1
+                    rewrites.append(_Rewrite(graph, node, values, keys).check())
             except PassError as error:
                 notes.append(str(error))
+        kinds = {rewrite.layout for rewrite in rewrites}
+        if len(kinds) > 1 or 0 < len(rewrites) < len(graph.calls("attention")):  # a cache has one layout
+            notes.append(str(_refused(rewrites[0].node, "other layers have no latent, or one of another shape")))
+            rewrites = []
+        choices: dict[int, fx.Node] = {}
+        for rewrite in rewrites:
+            rewrite.apply(choices)
         graph.erase_dead()
-        return PassResult(graph, fired, tuple(notes))
+        return PassResult(graph, len(rewrites), tuple(notes))
 
     def _check_shape(self, node: fx.Node, values: _Projection, keys: _Keys) -> None:
         """Raise PassError if there are no kernels for the shape of an attention."""
@@ -200,23 +205,32 @@ def _keys_of_latent(graph: Graph, node: fx.Node, latent: fx.Node) -> _Keys:
 
 @dataclass(frozen=True)
 class _Rewrite:
-    """The attention `node` with proven `values` and `keys`. Raises PassError if it cannot be rewritten."""
+    """The attention `node` with proven `values` and `keys`."""
 
     graph: Graph
     node: fx.Node
     values: _Projection
     keys: _Keys
 
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Numbers of features that all heads share, and of the latent."""
+        return int(self.keys.shared.sum()), int(self.values.latent.meta["val"].shape[-1])
+
+    def check(self) -> _Rewrite:
+        """This rewrite. Raises PassError if it is not possible."""
+        self._queries()
+        if not _is_plain_linear(self.graph, self.values.linear):
+            linear = self.values.linear.name
+            raise _refused(self.node, f"its values are a latent's product with a weight, but with a bias: {linear}")
+        if ops.operand(self.node, "center") is not None:
+            raise _refused(self.node, "a mean was subtracted from its keys")
+        return self
+
     def apply(self, choices: dict[int, fx.Node]) -> None:
         """Rewrite; `choices` are the nodes that choose every head, by number of heads."""
         graph, node = self.graph, self.node
         queries = self._queries()
-        if not _is_plain_linear(graph, self.values.linear):
-            raise _refused(
-                node, f"its values are a latent's product with a weight, but with a bias: {self.values.linear.name}"
-            )
-        if ops.operand(node, "center") is not None:
-            raise _refused(node, "a mean was subtracted from its keys")
         heads = node.meta["val"].shape[-2]
         if heads not in choices:
             with graph.fx.inserting_after(graph.inputs[-1]):

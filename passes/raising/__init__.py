@@ -78,6 +78,7 @@ _COPY: tuple[Handler, ...] = (complex_numbers.copy, layout.copy)
 _MULTIPLY: tuple[Handler, ...] = (
     complex_numbers.multiply,
     positions.scale_by_position,
+    positions.weight_by_position,
     scattered.scaled_inputs,
     norms.product_norm,
     experts.scale_slots,
@@ -112,7 +113,7 @@ _CAT: tuple[Handler, ...] = (
 HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     # copies and casts
     "_to_copy": _COPY,
-    "alias": _COPY,
+    "alias": (memory.alias, *_COPY),
     "clone": _COPY,
     "contiguous": _COPY,
     "detach": _COPY,

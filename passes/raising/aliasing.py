@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from qcompile.passes.raising.nodes import SHAPE_ONLY, Arguments, is_in_place, operator_name, unsupported
@@ -129,7 +130,7 @@ def shared(node: fx.Node) -> list[fx.Node]:
     if operator_name(node) in LIKE_ANOTHER:
         return inputs[:1]
     if operator_name(node) in ALIASING or any(result.alias_info is not None for result in returns):
-        return inputs
+        return [source for source in inputs if not isinstance(source.meta.get("val"), torch.SymInt)]
     return [source for source in inputs if _memory(source) & _memory(node)]
 
 

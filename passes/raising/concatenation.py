@@ -25,6 +25,7 @@ def cat_several(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Kn
     """torch.cat of features of several raised tensors."""
     pieces = [known for piece in a.tensors if isinstance(known := facts.known.get(piece), Value)]
     alike = len(pieces) == len(a.tensors) and len({len(piece.dims) for piece in pieces}) == 1
+    pieces = [piece for piece in pieces if piece.count] or pieces  # as parts of heads that are not rotated
     return concatenated(build, pieces, (a.dim or 0) % len(pieces[0].dims)) if alike else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from qcompile import ops
@@ -40,7 +41,8 @@ def multiply(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known
     if first.base is not None and second.base is not None:
         first, second = (as_rotary(facts, build, value) or value for value in (first, second))
     if first.base is not None and second.base is not None:
-        return _combine(build, "mul", first, second, left)
+        early = _multiply_early(build, first, second, node) or _multiply_early(build, second, first, node)
+        return early or _combine(build, "mul", first, second, left)
     return values.multiply(first, second)
 
 
@@ -154,6 +156,31 @@ def _combine(build: Builder, name: str, a: Value, b: Value, node: Any) -> Known:
     return identity(made, dims, sizes)
 
 
+def _multiply_early(build: Builder, mixed: Value, factor: Value, node: fx.Node) -> Value | None:
+    """Mixed features, such as rotated heads, times features: multiplied before they are mixed.
+
+    None if features are not mixed, or if those with different factors are.
+    """
+    aligned = values.align(mixed, factor)
+    if mixed.is_plain() or not factor.is_plain() or aligned is None or aligned[1].shape[1:] != mixed.sizes:
+        return None
+    dims, terms, factors = aligned
+    used = terms["coef"] != 0
+    index, by = terms["index"][used], np.broadcast_to(factors["index"], terms.shape)[used]
+    coefs = np.unique(factors["coef"])
+    if dims != mixed.dims or len(coefs) > 1 or not len(index) or (index < 0).any():
+        return None
+    places, first = np.unique(index, return_index=True)
+    if (by[first][np.searchsorted(places, index)] != by).any():
+        return None
+    assert mixed.base is not None
+    x = build.flat(build.select_features(mixed.base, places, node))
+    row = Value(factor.base, ("B", "T", "F"), values.make_terms((len(places),), by[first], float(coefs[0])))
+    moved = terms.copy()
+    moved["index"] = np.clip(np.searchsorted(places, terms["index"]), 0, len(places) - 1)
+    return Value(build.call("mul", x, build.emit(row, row.sizes, node)), dims, moved)
+
+
 def with_weight(facts: Facts, build: Builder, name: str, source: fx.Node, weight: fx.Node) -> Known:
     """A raised tensor times (`name` mul) or plus (add) a weight over its last dimension, its heads, or both.
 
@@ -184,12 +211,16 @@ def with_weight(facts: Facts, build: Builder, name: str, source: fx.Node, weight
 
 
 def _lies_along(value: Value, weight: fx.Node) -> str | None:
-    """Whether a weight's elements match the "last" dimension of `value`, its "heads", or "both"; None: neither."""
+    """Whether a weight's elements match the "last" features of `value`, its "heads", or "both"; None: neither."""
     sizes = weight.meta["val"].shape
     wide = [place for place, size in enumerate(reversed(sizes)) if size != 1]
     own = [place for place, axes in enumerate(reversed(value.dims)) if axes == "F"]
     shape = tuple(size for size in sizes if size != 1)
-    if value.dims[-1] != "F" or len(sizes) > len(value.dims):
+    if len(sizes) > len(value.dims):
+        return None
+    if wide == own and len(value.sizes) == 1 and shape == value.sizes:  # in any place
+        return "last"
+    if value.dims[-1] != "F":
         return None
     if wide == [0] and shape == value.sizes[-1:]:
         return "last"

@@ -36,6 +36,12 @@ def empty(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     return Room(node, node)
 
 
+def alias(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """All of new memory, as a slice of whole dimensions gives it."""
+    room = facts.known.get(a.input_)
+    return room if isinstance(room, Room) else None
+
+
 def part(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """Some features of new memory."""
     room = facts.known.get(a.input_)
@@ -97,7 +103,7 @@ def fill(facts: Facts, build: Builder, node: fx.Node) -> Known:
 
 
 def rewrite_same(facts: Facts, node: fx.Node) -> Known:
-    """The value of a copy_ that overwrites features by equal ones, which changes nothing that anyone reads.
+    """The value of a copy_ that overwrites features by equal ones, or none, which changes nothing that anyone reads.
 
     Rotary embeddings with a position for each axis of an image do this: for text, all axes have the same position.
     """
@@ -107,6 +113,8 @@ def rewrite_same(facts: Facts, node: fx.Node) -> Known:
     one, other = (facts.known.get(each) for each in (target, source))  # type: ignore[arg-type]
     if not isinstance(one, Value) or not isinstance(other, Value):
         return None
+    if not one.count:
+        return one
     same_type = target.meta["val"].dtype == source.meta["val"].dtype  # type: ignore[union-attr]
     fits = values.expand(other, facts.shape(target), LENGTHS)  # type: ignore[arg-type]
     if fits is None or not same_type or one.base is not fits.base or one.dims != fits.dims:

@@ -99,6 +99,25 @@ def scale_by_position(facts: Facts, build: Builder, node: fx.Node, a: Arguments)
     return None
 
 
+def weight_by_position(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """A weight times another function of the position, such as a factor of each head that grows with its logarithm."""
+    axes = {LENGTHS["B"]: "B", LENGTHS["T"]: "T", 1: ""}
+    dims = tuple(axes.get(size, "F") for size in facts.shape(node))
+    for weight, factor in (a.positional[:2], a.positional[1::-1]):
+        if not isinstance(weight, fx.Node) or not isinstance(facts.known.get(weight), Constant):
+            continue
+        count = weight.meta["val"].numel()
+        own = [axes.get(size, "F") for size in facts.shape(factor)] if _is_opaque(facts, factor) else ["F"]
+        if dims.count("F") != 1 or math.prod(s for s in facts.shape(node) if s not in axes) != count or "F" in own:
+            continue
+        if own.count("T") != 1 or not _reads_positions_only(facts, factor):
+            continue
+        number = _row_of(facts, build, factor)
+        made = build.call("mul", build.gather([number], np.zeros(count, np.int64)), build.vector(weight))
+        return identity(made, dims, (count,))
+    return None
+
+
 def add_by_position(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """Features plus another function of their position, such as whether it is the first."""
     for source, term in (a.positional[:2], a.positional[1::-1]):
@@ -107,17 +126,25 @@ def add_by_position(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -
             continue
         if not _is_by_position(facts, value, term) or not 1 <= len(value.sizes) <= 2 or not value.is_plain():
             continue
-        table = PositionEvaluator(facts, facts.longest).value(term).float().flatten()
-        number = build.call("embedding", build.positions, build.constant("by_position", table[:, None].contiguous()))
-        spread = build.gather([number], np.zeros(value.count, np.int64))
+        spread = build.gather([_row_of(facts, build, term)], np.zeros(value.count, np.int64))
         made = build.call("add", build.flat(build.emit(value, value.sizes, node)), spread)
         return identity(made, value.dims, value.sizes)
     return None
 
 
+def _row_of(facts: Facts, build: Builder, factor: Any) -> fx.Node:
+    """The value of a function of the position, as one feature."""
+    table = PositionEvaluator(facts, facts.longest).value(factor).float().flatten()
+    return build.call("embedding", build.positions, build.constant("by_position", table[:, None].contiguous()))
+
+
+def _is_opaque(facts: Facts, factor: Any) -> bool:
+    return isinstance(factor, fx.Node) and isinstance(facts.known.get(factor), Opaque)
+
+
 def _is_by_position(facts: Facts, value: Value, factor: Any) -> bool:
     """Whether `factor` is provably one number per token that multiplies all features of `value`."""
-    if not isinstance(factor, fx.Node) or not isinstance(facts.known.get(factor), Opaque):
+    if not _is_opaque(facts, factor):
         return False
     axes = {1: "", LENGTHS["B"]: "B", LENGTHS["T"]: "T"}
     dims = [axes.get(size, "?") for size in facts.shape(factor)]

@@ -110,11 +110,15 @@ def reshape(value: Value, target: Sequence[int], lengths: dict[str, int]) -> Val
 
     `lengths` are the sizes that stand for batch and tokens: large primes, so that a product shows its factors.
     """
+    if not value.count:
+        names = {size: axis for axis, size in lengths.items()} | {1: ""}
+        features = [size for size in target if size not in names]
+        return Value(value.base, tuple(names.get(size, "F") for size in target), make_terms(features))
     sizes = iter(value.sizes)
     atoms = [(axis, next(sizes) if axis == "F" else lengths[axis]) for dim in value.dims for axis in dim]
     queue = [atom for atom in atoms if atom[1] > 1]
     dims: list[str] = []
-    features: list[int] = []
+    features = []
     for size in target:
         dim, count = "", 1
         while size > 1:

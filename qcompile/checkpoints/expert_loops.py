@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from qcompile.checkpoints.numbered_experts import ASKS, ExpertChoice, NumberedLoop, SomeRows
+from qcompile.checkpoints.numbered_experts import ASKS, COMPARISONS, ExpertChoice, NumberedLoop, SomeRows
 from qcompile.checkpoints.tensor_memory import Zeros, memory
 from qcompile.errors import UnsupportedError
 
@@ -89,8 +89,16 @@ class ExpertLoops(TorchFunctionMode):
         name, loop = getattr(func, "__name__", ""), self._loop
         if loop is not None and loop.left:
             raise UnsupportedError("a loop over experts ends before it has run for all of them")
-        if loop is not None and name in ASKS and (known := self._of(args[0])) and known.kind == "expert":
-            return loop.ask()
+        if loop is not None and args and (known := self._of(args[0])) and known.kind == "expert":
+            if name in ASKS:
+                return loop.ask()
+            if name in COMPARISONS and len(args) == 2 and type(args[1]) is int:
+                return COMPARISONS[name](loop.ask(), args[1])
+            if name == "__getitem__" and args[1] == 0:  # the same tensor for every number, as the loop's variable is
+                loop.element = (
+                    self._note(args[0].unbind(0)[0], "expert", loop.choice) if loop.element is None else loop.element
+                )
+                return loop.element
         if loop is not None and loop.asked:
             return loop.step(func, name, args, kwargs, lambda: self._run(func, name, args, kwargs))
         return self._run(func, name, args, kwargs)
@@ -241,8 +249,6 @@ class ExpertLoops(TorchFunctionMode):
 
     def _item(self, source: Any, where: Any, known: _Known | None) -> Tensor | None:
         """Parts of the choice, and weights and values of its pairs."""
-        if known is not None and known.kind == "expert" and where == 0:
-            return self._note(source.unbind(0)[0], "expert", known.choice)
         places = where if isinstance(where, tuple) else (where,)
         kinds = [of.kind if (of := self._of(place)) else place for place in places]
         choice = next((of.choice for place in places if (of := self._of(place))), None)

@@ -7,6 +7,7 @@ is not called again. Numbers for which the loop called the same functions to its
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,12 @@ from qcompile.errors import UnsupportedError
 
 ASKS = ("item", "__int__")
 """Functions that ask for the number."""
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    spelled: getattr(operator, name)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    for spelled in (name, f"__{name}__")
+}
+"""Functions that compare the number with another."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +60,14 @@ class _Step:
 
 
 class NumberedLoop:
-    """One loop over the experts of `choice`; `asked` once it has asked for a number, and `left` if it ended early."""
+    """One loop over the experts of `choice`; `asked` once it has asked for a number, and `left` if it ended early.
+
+    `element` is the loop's variable [1] as a scalar, once the loop has taken it.
+    """
 
     def __init__(self, choice: ExpertChoice) -> None:
         self.choice = choice
+        self.element: Tensor | None = None
         self.asked = self.left = False
         self._number, self._answered, self._summed = 0, -1, False
         self._start = self._at = _Step()

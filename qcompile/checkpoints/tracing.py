@@ -95,6 +95,8 @@ def always(condition: Any, sizes: Mapping[Any, Any]) -> bool:
     from torch.utils._sympy.functions import Min
 
     least = condition.xreplace(dict(sizes)).replace(lambda part: isinstance(part, Min), lambda m: sympy.Min(*m.args))
+    if isinstance(least, sympy.Le) and isinstance(least.lhs, sympy.Min):  # which SymPy does not simplify
+        return any(sympy.simplify(part <= least.rhs) == sympy.true for part in least.lhs.args)
     return bool(sympy.simplify(least) == sympy.true)
 
 

@@ -137,6 +137,37 @@ def numbered(body: NumberedBody, x: Tensor, index: Tensor, factor: Tensor, at_al
     return total * 1
 
 
+def skipping(skips: Callable[[Tensor], Any], x: Tensor, index: Tensor, factor: Tensor) -> Tensor:
+    """A loop that skips an expert by its number, which it takes out of the loop's variable."""
+    total = torch.zeros_like(x)
+    mask = F.one_hot(index, num_classes=EXPERTS + 1).permute(2, 1, 0)
+    for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        expert = expert[0]
+        if skips(expert):
+            continue
+        slot, token = torch.where(mask[expert])
+        total.index_add_(0, token, F.linear(x[token], GATE[expert]) @ UP[expert] * factor[token, slot, None])
+    return total * 1
+
+
+@pytest.mark.parametrize(
+    "skips",
+    [lambda e: e == EXPERTS, lambda e: e == 2, lambda e: e != 1 and e > 0, lambda e: e >= 3, lambda e: e < 1 or e > 3],
+)
+def test_numbers_that_are_compared(skips: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(TOKENS, WIDTH, generator=MAKE)
+    factor, index = torch.randn(TOKENS, EXPERTS, generator=MAKE).softmax(-1).topk(CHOSEN)
+    wanted = skipping(skips, x, index, factor)
+    with ExpertLoops():
+        assert torch.allclose(skipping(skips, x, index, factor), wanted, atol=1e-5)
+
+
+def test_a_comparison_with_a_tensor_is_refused() -> None:
+    x, index = torch.randn(TOKENS, WIDTH, generator=MAKE), torch.arange(TOKENS * CHOSEN).view(-1, CHOSEN) % EXPERTS
+    with ExpertLoops(), pytest.raises(UnsupportedError, match="a loop over experts uses"):
+        skipping(lambda e: e == torch.tensor(2), x, index, index.float())
+
+
 NumberedBody = Callable[[Tensor, int], Tensor | None]
 FEW = DOWN[:3]
 NUMBERED: dict[str, NumberedBody] = {

@@ -125,6 +125,7 @@ def test_conditions_that_always_hold() -> None:
         sympy.Eq(one * Min(256, 256 * one), 256 * one),
         sympy.Eq(one, same),
         sympy.Ge(one, 1),
+        Min(128, one) <= one,
     ):
         assert tracing.always(condition, sizes), condition
     for condition in (
@@ -132,6 +133,8 @@ def test_conditions_that_always_hold() -> None:
         sympy.Eq(Min(8 * one, 24 * other), 8 * one),
         sympy.Eq(one, other),
         sympy.Gt(one, 5),
+        Min(128, one) <= other,
+        Min(128, one) < one,
         sympy.Eq(sympy.Mod(one, 8), 0),
     ):
         assert not tracing.always(condition, sizes), condition

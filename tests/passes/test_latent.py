@@ -62,6 +62,20 @@ def test_what_is_not_linear_in_one_latent_stays(odd: str, reason: str) -> None:
     assert check.equivalent(result.graph, before, sequence_inputs()) == 0
 
 
+def test_layers_with_other_latents_stay() -> None:
+    """A cache has one layout."""
+    before = latent(heads=HEADS)
+    (first,) = before.calls("attention")
+    with before.fx.inserting_after(first):
+        own = before.call("attention", first, first, first, 1.0, 0, 0.0)
+    before.fx.inserting_after(own)
+    for user in [user for user in first.users if user is not own]:
+        user.replace_input_with(first, own)
+    result = apply(Latent(), before)
+    assert result.fired == 0 and "other layers have no latent" in result.notes[0]
+    assert check.equivalent(result.graph, before, sequence_inputs()) == 0
+
+
 @pytest.mark.parametrize("graph", [decoder(), decoder(kv_heads=4, rotary=False), latent(heads=3)])
 def test_other_attentions_and_small_gains_stay_without_a_note(graph: Any) -> None:
     result = apply(Latent(), graph)

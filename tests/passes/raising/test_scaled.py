@@ -132,6 +132,37 @@ def test_what_is_the_same_at_all_positions_costs_nothing(factor: Factor) -> None
     assert not used(graph)["mul"] and used(graph)["embedding"] == 1 and exact(graph, module)
 
 
+SCALE, SHIFT = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([1.0, 0.3, -0.2])
+EACH = torch.linspace(0.5, 2.0, SIZE)
+BY_HEAD: dict[str, Factor] = {
+    "heads first": lambda p, ids: (SCALE[:, None] * (p + 1.0).log() + SHIFT[:, None])[None, :, :, None],
+    "heads last": lambda p, ids: ((p + 1.0).log()[:, None] * SCALE + SHIFT).t()[None, :, :, None],
+    "no shift": lambda p, ids: (SCALE[None, :, None] * (p + 1.0).log()[None, None]).unsqueeze(-1),
+}
+
+
+@pytest.mark.parametrize(("case", "norm"), [(case, case == "no shift") for case in BY_HEAD])
+def test_heads_with_factors_of_their_own(case: str, norm: bool) -> None:
+    module = scaled(factor=BY_HEAD[case], norm=norm, weights="")
+    graph = raise_module(module)
+    assert used(graph)["rope"] == 2 and used(graph)["embedding"] == 2 and exact(graph, module)
+    ids, positions = inputs(tokens=33)
+    moved = graph.run(ids, positions + 20)
+    assert check.max_relative_error(moved, graph.run(ids, positions)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda p, ids: ((p + 1.0).log()[:, None] * EACH)[None, None],
+        lambda p, ids: EACH * (ids.float().log1p())[:, None, :, None],
+    ],
+)
+def test_features_with_factors_of_their_own_are_refused(factor: Factor) -> None:
+    with pytest.raises(UnsupportedError):
+        raise_module(scaled(factor=factor, norm=False, weights=""))
+
+
 OTHERS: dict[str, Factor] = {
     "number of tokens": lambda p, ids: (p / ids.shape[1]).exp(),
     "token ids": lambda p, ids: ids[0].float().log1p(),

@@ -104,3 +104,32 @@ def test_a_table_assembled_in_place(table: Table) -> None:
 def test_writes_that_are_not_followed(table: Table) -> None:
     with pytest.raises(UnsupportedError, match="in place"):
         raise_module(modules.randomized(Rotated(table)))
+
+
+class Assembled(nn.Module):
+    """Attention whose keys are written into new memory; the second part of each, which is often rotated, is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(modules.VOCAB, 48), nn.Linear(48, modules.VOCAB)
+        self.q, self.k, self.v = (nn.Linear(48, 48) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        batch, tokens = ids.shape
+        x = self.embed(ids).view(batch * tokens, 48).view(batch, tokens, 48)
+        x += 1.0  # of a view by the numbers of sequences and tokens, which others read, too
+        q, k, v = (
+            each(x).unflatten(-1, (modules.HEADS, modules.SIZE)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        first, second = k.split([modules.SIZE, 0], -1)
+        key = torch.empty_like(k)
+        key[..., : modules.SIZE] = first
+        key[..., modules.SIZE :] = second.reshape(batch, modules.HEADS, tokens, 0)
+        query = torch.cat((q, self.v(x)[..., :0].view(batch, 1, tokens, 0).expand(-1, modules.HEADS, -1, -1)), -1)
+        y = torch.nn.functional.scaled_dot_product_attention(query, key, v, is_causal=True)
+        return self.head(y.transpose(1, 2).flatten(-2))
+
+
+def test_parts_without_features() -> None:
+    graph = right(modules.randomized(Assembled()))
+    assert len(graph.calls("attention")) == 1
