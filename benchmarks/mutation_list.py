@@ -633,6 +633,27 @@ MUTATIONS = (
         "tests/passes/raising/test_token_loops.py",
     ),
     Mutation(
+        "a loop over tokens may count them",
+        "qcompile/checkpoints/loop_counts.py",
+        "elif type(was) is not type(now) or (was != now and was == was):",
+        "elif False:",
+        "tests/passes/raising/test_token_loops.py",
+    ),
+    Mutation(
+        "a loop over tokens may read the list of its results",
+        "qcompile/checkpoints/loop_syntax.py",
+        "return all(id(node) in appending for node in uses)",
+        "return True",
+        "tests/checkpoints/test_loop_syntax.py",
+    ),
+    Mutation(
+        "a factor of single features is applied before their rotation",
+        "passes/raising/elementwise.py",
+        "if (by[first][np.searchsorted(places, index)] != by).any():",
+        "if False:",
+        "tests/passes/raising/test_scaled.py",
+    ),
+    Mutation(
         "a loop over blocks of tokens is not proved",
         "qcompile/ops/recurrent.py",
         "if not (bool(alike) and bool(one.isfinite().all())):",

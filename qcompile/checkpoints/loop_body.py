@@ -17,6 +17,12 @@ from qcompile.checkpoints.tensor_memory import memory, version
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__imatmul__", "__ipow__"}
 
 
+_ASKS = {
+    *("__get__", "__len__", "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size"),
+    *("is_contiguous", "is_floating_point", "is_complex"),
+}
+"""Functions of the shape and type of a tensor, which do not read its values."""
+_FACTS = (torch.dtype, torch.device, torch.Size)
 _ATTRIBUTES: Any = Tensor
 _TURNS = {"t": _ATTRIBUTES.T.__get__, "mT": _ATTRIBUTES.mT.__get__}
 """Attributes that transpose, by the names of functions that do the same."""
@@ -60,7 +66,7 @@ class Step:
         """All of the call as a value to compare, with its Refs renamed."""
         leaves, tree = tree_flatten((self.args, dict(self.kwargs)))
         named = tuple(rename(item) if isinstance(item, Ref) else repr(item) for item in leaves)
-        return (self.func, self.name, str(tree), named, repr(self.shapes), self.token)
+        return (self.func, self.name, str(tree), named, repr(self.shapes), self.dtypes, self.token)
 
 
 @dataclass
@@ -126,7 +132,7 @@ class Recorder:
         leaves, tree = tree_flatten((args, kwargs))
         if any(isinstance(leaf, TokenNumber) for leaf in leaves):
             raise refused(f"gives the number of a token to {name}")
-        if name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")):
+        if name in _IN_PLACE or name == "__set__" or (name.endswith("_") and not name.startswith("__")):
             raise refused(f"changes a tensor in place by {name}: use its form that makes a new one")
         name = next((turn for turn, of in _TURNS.items() if func == of), name)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -141,6 +147,8 @@ class Recorder:
             named = [self._ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             given, more = tree_unflatten(named, tree)
             self._record(func, name, given, more, made)
+        elif not isinstance(result, _FACTS) and name not in _ASKS:
+            raise refused(f"reads values of a tensor by {name}")
         return result
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, made: Sequence[Tensor], token: Any = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -25,7 +25,6 @@ State = dict[str, Any]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_NUMBERS = (bool, int, float, complex, str, bytes)
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _DEEPEST = 8
@@ -97,20 +96,6 @@ def collect(module: nn.Module) -> State:
         for name, value in _attributes(owner):
             _collect(f"{path}.{name}".removeprefix("."), value, collected, seen)
     return collected
-
-
-def numbers(values: Mapping[str, Any]) -> State:
-    """The numbers and texts among `values`, and in what they hold; without tensors and the lengths of containers."""
-    collected: State = {}
-    seen: set[int] = set()
-    for name, value in values.items():
-        _collect(name, value, collected, seen)
-    return {path: value for path, value in collected.items() if type(value) in _NUMBERS}
-
-
-def changed_number(before: State, after: State) -> str | None:
-    """The path of a value that is in both states and differs, or None."""
-    return next((path for path in before if path in after and not _same(before, after, path)), None)
 
 
 def _attributes(owner: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -3,9 +3,9 @@
 A trace has a loop over tokens with one length only. While `TokenLoops` is active, a loop `for t in range(T)` over the
 T tokens of the model's inputs runs ITERATIONS times, and t is a `TokenNumber`, which can only take the token's slice of
 a tensor. Each function that the body calls is recorded. The body is one token of a recurrence if all recorded tokens
-are treated alike, the Python code counts nothing that could treat later ones differently, and the values that one token
-leaves to the next start from zeros. Then loop_recurrence.py writes it in qcompile's operators for all tokens.
-Everything else is refused.
+are treated alike, the Python code finds nothing changed by which it could treat later ones differently, and the values
+that one token leaves to the next start from zeros. Then loop_recurrence.py writes it in qcompile's operators for all
+tokens. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import builtins
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,15 +24,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from qcompile.checkpoints.loop_blocks import block_size
 from qcompile.checkpoints.loop_body import Body, Recorder
-from qcompile.checkpoints.loop_counts import Counts
+from qcompile.checkpoints.loop_counts import Counts, Held, TokenIterator
 from qcompile.checkpoints.loop_numbers import BlockNumber, LoopError, TokenNumber, refused
 from qcompile.checkpoints.loop_recurrence import Recurrence
 from qcompile.checkpoints.tensor_memory import Zeros, memory
 from qcompile.errors import UnsupportedError
 
-ITERATIONS = 24
-"""The first token, whose state is the initial one, and more, which must be treated alike. Three would do for code that
-keeps no count. Most counts are refused (loop_counts.py, `_length`); of others, this sees small ones."""
+ITERATIONS = 6
+"""The first token, whose state is the initial one, two after which all is found that the code reads, two between which
+it is compared (loop_counts.py), and one more, which must be treated alike."""
 
 _KEEPS_ZEROS = {"to", "type", "float", "expand", "expand_as", "view", "reshape", "unsqueeze", "clone", "contiguous"}
 _EARLY = "may end before the last token"
@@ -44,7 +45,10 @@ class TokenLoops(TorchFunctionMode):
     def __init__(self, inputs: Tensor) -> None:
         super().__init__()
         self.batch, self.tokens = inputs.shape
+        self._outside: FrameType | None = None  # that enters the mode
         self._recorder: Recorder | None = None
+        self._iterators: list[Held] = []  # that the loop goes through together
+        self.stepping: list[Held] = []  # the iterator that is asked for its next value
         self._name = ""
         self._ended = False  # a loop, before its last token
         self._zeros = Zeros()
@@ -53,19 +57,17 @@ class TokenLoops(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         _active.append(self)
+        self._outside = sys._getframe(1)
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         _active.pop()
+        self._outside = None
         super().__exit__(kind, error, trace)
         if error is None and self._ended:
             error = refused(_EARLY)
         if isinstance(error, LoopError):
             raise UnsupportedError(f"{self._name} {error}") from error
-
-    def records(self, item: Any) -> bool:
-        """Whether a loop that is running made the tensor `item`."""
-        return self._recorder is not None and self._recorder.made(item)
 
     def covers(self, count: Any) -> bool:
         """Whether `count` is the symbolic number of tokens."""
@@ -86,18 +88,22 @@ class TokenLoops(TorchFunctionMode):
     def _iterations(self, name: str, block: int | None) -> Iterator[Recorder]:
         """The recorder in each iteration of a loop, which several iterators may go through together."""
         self._name = name
+        counts = None if self._recorder else Counts(self._outside)
         recorder = self._recorder or Recorder(self.batch, self.tokens, self._zeros, block)
+        self._iterators = [*(self._iterators if counts is None else []), *self.stepping]
         self._recorder = recorder
-        counts = Counts()
         try:
             for number in range(ITERATIONS):
                 recorder.begin(number)
-                counts.look(sys._getframe(2), number)
+                if counts:
+                    counts.look(number, self._iterators)
                 yield recorder
         except GeneratorExit:  # an error raised here would be lost
             self._ended = self._ended or self._recorder is recorder
             return
         finally:
+            if counts:
+                counts.close()
             ends, self._recorder = self._recorder is recorder, None
         if ends:
             self._finish(recorder)
@@ -172,7 +178,8 @@ class TokenParts:
 
     def __iter__(self) -> Iterator[Tensor]:
         code, line = sys._getframe(1).f_code, sys._getframe(1).f_lineno
-        return self._loops.parts(self._source, self._dim, f"the loop over tokens in {code.co_qualname} (line {line})")
+        name = f"the loop over tokens in {code.co_qualname} (line {line})"
+        return TokenIterator(self._loops.parts(self._source, self._dim, name), self._loops.stepping)
 
     def __len__(self) -> int:
         raise refused("counts the parts of tokens: use range over the number of tokens")
@@ -181,7 +188,7 @@ class TokenParts:
         raise refused("takes single parts of tokens out of a tensor")
 
 
-# ---- range and len -------------------------------------------------------------------------------------
+# ---- range -------------------------------------------------------------------------------------
 
 
 class _Kind(type):
@@ -199,31 +206,22 @@ class _Range(metaclass=_Kind):
         block = block_size(bounds[-1], loops.tokens) if loops is not None else None
         if loops is not None and (block or loops.covers(bounds[-1])):
             code, line = sys._getframe(1).f_code, sys._getframe(1).f_lineno
-            return loops.places(f"the loop over tokens in {code.co_qualname} (line {line})", block)
+            name = f"the loop over tokens in {code.co_qualname} (line {line})"
+            return TokenIterator(loops.places(name, block), loops.stepping)
         return builtins.range(*bounds)
-
-
-def _length(held: Any) -> int:
-    """len, but for a list of results during a loop, which would count tokens."""
-    if isinstance(held, list) and any(loops.records(item) for loops in _active for item in held):
-        raise refused("counts its tokens by the length of a list of results")
-    return builtins.len(held)
-
-
-_BUILTINS = {"range": _Range, "len": _length}
 
 
 @contextmanager
 def recorded(module: nn.Module) -> Iterator[None]:
-    """For as long as the context lasts, range and len know loops over tokens in the files of the code of `module`."""
+    """For as long as the context lasts, range knows loops over tokens in the files of the code of `module`."""
     names = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
     names = {name for name in names if name in sys.modules and name.partition(".")[0] not in ("torch", "builtins")}
     spaces = [vars(sys.modules[name]) for name in sorted(names)]
-    changed = [(space, name) for space in spaces for name in _BUILTINS if name not in space]
-    for space, name in changed:
-        space[name] = _BUILTINS[name]
+    changed = [space for space in spaces if "range" not in space]
+    for space in changed:
+        space["range"] = _Range
     try:
         yield
     finally:
-        for space, name in changed:
-            del space[name]
+        for space in changed:
+            del space["range"]

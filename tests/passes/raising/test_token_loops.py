@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,8 @@ from tests.support import modules
 from tests.support.families import COMMON
 from tests.support.raising import raise_module, right
 from tests.support.token_loops import HEADS, KINDS, SIZE, WIDTH, Blocks, Loop
+
+LOGGER = logging.getLogger(__name__)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -38,13 +44,12 @@ class OneByOne(Loop):
     """h = z h + v, with `step`, which a subclass replaces, for each token."""
 
     def recur(self, x: Tensor) -> Tensor:
-        self.out: list[Tensor] = []
         z, v = torch.sigmoid(self.z(x)), self.v(x)
-        h = self.start(v)
+        h, out = self.start(v), []
         for t in self.over(x):
             h = self.step(h, z, v, t)
-            self.out.append(h)
-        return self.result(h)
+            out.append(h)
+        return self.result(h, out)
 
     def over(self, x: Tensor) -> Any:
         return range(x.shape[1])
@@ -55,8 +60,7 @@ class OneByOne(Loop):
     def step(self, h: Tensor, z: Tensor, v: Tensor, t: Any) -> Tensor:
         return z[:, t] * h + v[:, t]
 
-    def result(self, h: Tensor) -> Tensor:
-        out, self.out = self.out, []
+    def result(self, h: Tensor, out: list[Tensor]) -> Tensor:
         return torch.stack(out, 1)
 
 
@@ -121,18 +125,143 @@ def stops(self: OneByOne, x: Tensor) -> Any:
         break
 
 
-def other_at(number: int) -> Any:
-    """A step that differs for the token `number`, by the results so far."""
+def reading(reads: Callable[[list[Tensor]], Any]) -> Any:
+    """A loop that does something else where `reads` is true of the list of the results so far."""
+
+    def recur(self: OneByOne, x: Tensor) -> Tensor:
+        z, v = torch.sigmoid(self.z(x)), self.v(x)
+        h, out = torch.zeros_like(v[:, 0]), []
+        for t in range(x.shape[1]):
+            h = z[:, t] * h + (2 * v[:, t] if reads(out) else v[:, t])
+            out.append(h)
+        return torch.stack(out, 1)
+
+    return recur
+
+
+def kept_by(change: Callable[[OneByOne, list[Tensor]], list[Tensor]]) -> Any:
+    """A loop that appends to a list that `change` makes known to other code."""
+
+    def recur(self: OneByOne, x: Tensor) -> Tensor:
+        z, v = torch.sigmoid(self.z(x)), self.v(x)
+        h = torch.zeros_like(v[:, 0])
+        held: Any = []
+        out = change(self, held)
+        for t in range(x.shape[1]):
+            h = self.step(h, z, v, t)
+            out.append(h)
+        return torch.stack(out, 1)
+
+    return recur
+
+
+def on_self(self: OneByOne, held: list[Tensor]) -> list[Tensor]:
+    self.out = held  # type: ignore[assignment]
+    return held
+
+
+def counting(count: Callable[[OneByOne], float]) -> Any:
+    """A step that does something else where `count` says so."""
 
     def step(self: OneByOne, h: Tensor, z: Tensor, v: Tensor, t: Any) -> Tensor:
-        is_there = self.out[number - 2 :] and not self.out[number - 1 :]
-        return z[:, t] * h + (2 * v[:, t] if is_there else v[:, t])
+        return z[:, t] * h + (2 * v[:, t] if count(self) == 1000 else v[:, t])
 
     return step
 
 
-def by_length(self: OneByOne, h: Tensor, z: Tensor, v: Tensor, t: Any) -> Tensor:
-    return z[:, t] * h + (v[:, t] if len(self.out) != 1000 else 2 * v[:, t])
+SEEN: dict[str, int] = {"tokens": 0}
+COUNTER, ITEMS = itertools.count(), iter([0] * 5000)
+
+
+def in_a_dictionary(_: OneByOne) -> int:
+    SEEN["tokens"] += 1
+    return SEEN["tokens"]
+
+
+def in_a_default(_: OneByOne, held: list[int] = [0]) -> int:  # noqa: B006
+    held[0] += 1
+    return held[0]
+
+
+def in_a_class(_: OneByOne) -> int:
+    Slotted.total += 1
+    return Slotted.total
+
+
+class Slotted:
+    """A counter without a dictionary."""
+
+    __slots__ = ("count",)
+    total = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def in_a_closure() -> Any:
+    count, slotted = 0, Slotted()
+
+    def inner(_: OneByOne) -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    def outer(_: OneByOne) -> int:
+        slotted.count += 1
+        return slotted.count
+
+    return inner, outer
+
+
+def by_tensor(self: OneByOne, x: Tensor) -> Tensor:
+    z, v = torch.sigmoid(self.z(x)), self.v(x)
+    h, out, count = torch.zeros_like(v[:, 0]), [], torch.zeros((), dtype=torch.int64)
+    for t in range(x.shape[1]):
+        count = count + 1
+        h = z[:, t] * h + (2 * v[:, t] if count.item() == 1000 else v[:, t])
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def through(parts: Callable[[OneByOne, Tensor], Any]) -> Any:
+    """A loop over `parts`, of which each is a token's part of the values."""
+
+    def recur(self: OneByOne, x: Tensor) -> Tensor:
+        v = self.v(x)
+        h, out = torch.zeros_like(v[:, 0]), []
+        for v_t in parts(self, v):
+            h = 0.5 * h + v_t
+            out.append(h)
+        return torch.stack(out, 1)
+
+    return recur
+
+
+def with_a_list(self: OneByOne, v: Tensor) -> Any:
+    return (v_t for v_t, _ in zip(v.unbind(1), [0] * 30, strict=False))
+
+
+def zipped(self: OneByOne, x: Tensor) -> Tensor:
+    v = self.v(x)
+    h, out = torch.zeros_like(v[:, 0]), []
+    for v_t, factor in zip(v.unbind(1), [0.5] * 30, strict=False):
+        h = factor * h + v_t
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def counted_outside(self: OneByOne, x: Tensor) -> Tensor:
+    z, v = torch.sigmoid(self.z(x)), self.v(x)
+    h, out, n = torch.zeros_like(v[:, 0]), [], 0
+    for t in through_a_generator(x):
+        n = n + 1
+        h = z[:, t] * h + (2 * v[:, t] if n == 1000 else v[:, t])
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def through_a_generator(x: Tensor) -> Any:
+    yield from range(x.shape[1])
 
 
 def counted(self: OneByOne, x: Tensor) -> Any:
@@ -200,16 +329,33 @@ REFUSED: dict[str, tuple[type[Loop], str]] = {
     "started": (kind(start=started), "does not start from torch.zeros"),
     "in place": (kind(step=in_place), "in place by mul_"),
     "first": (kind(step=first_is_other), "treats tokens differently"),
-    "fifth": (kind(step=other_at(5)), "treats tokens differently"),
-    "twentieth": (kind(step=other_at(20)), "treats tokens differently"),
-    "length": (kind(step=by_length), "counts its tokens by the length of a list"),
+    "fifth": (kind(recur=reading(lambda out: out[4:])), "does more with the list out"),
+    "thousandth": (kind(recur=reading(lambda out: out[999:])), "does more with the list out"),
+    "length": (kind(recur=reading(lambda out: len(out) == 1000)), "does more with the list out"),
+    "list of self": (kind(recur=kept_by(on_self)), r"keeps its results in \w+(\.out)?, where other code"),
+    "list of two names": (kind(recur=kept_by(lambda self, held: held)), "keeps its results in"),
+    "dictionary": (kind(step=counting(in_a_dictionary)), r"changes the number .*SEEN\['tokens'\] for each token"),
+    "default": (kind(step=counting(in_a_default)), r"changes the number .*\[0\] for each token"),
+    "class": (kind(step=counting(in_a_class)), r"changes the number .*Slotted.total for each token"),
+    "closure": (kind(step=counting(in_a_closure()[0])), "changes the number .*count for each token"),
+    "slots": (kind(step=counting(in_a_closure()[1])), "changes the number .*count for each token"),
+    "iterator": (kind(step=counting(lambda _: next(COUNTER))), r"changes the number .*COUNTER \(an iterator\)"),
+    "iterator of a list": (kind(step=counting(lambda _: next(ITEMS))), r"changes the number .*ITEMS \(an iterator\)"),
+    "tensor": (kind(recur=by_tensor), "reads values of a tensor by item"),
+    "counted by its caller": (kind(recur=counted_outside), "changes the number n for each token"),
+    "with a list": (kind(recur=zipped), "goes through tokens and something else together"),
+    "with a list, within": (kind(recur=through(with_a_list)), "goes through tokens and something else together"),
+    "the first ones": (
+        kind(recur=through(lambda self, v: itertools.islice(v.unbind(1), 1000))),
+        "goes through tokens by islice",
+    ),
     "counted": (kind(over=counted), "changes the number count for each token"),
     "attribute": (kind(recur=by_attribute), r"changes the number self\.seen\['tokens'\] for each token"),
     "enumerate": (kind(recur=by_enumerate), "changes the number i for each token"),
     "before": (kind(step=before), "reads other tokens than its own"),
-    "last": (kind(result=lambda self, h: h[:, None].expand(-1, 7, -1) * torch.stack(self.out, 1)), "leaves a value"),
-    "reversed": (kind(result=lambda self, h: torch.stack(self.out[::-1], 1)), "leaves a value"),
-    "missing": (kind(result=lambda self, h: torch.stack(self.out[1:], 1)), "leaves a value"),
+    "last": (kind(result=lambda self, h, out: h[:, None].expand(-1, 7, -1) * torch.stack(out, 1)), "leaves a value"),
+    "reversed": (kind(result=lambda self, h, out: torch.stack(out[::-1], 1)), "leaves a value"),
+    "missing": (kind(result=lambda self, h, out: torch.stack(out[1:], 1)), "leaves a value"),
     "stops": (kind(over=stops), "may end before the last token"),
     "skips": (kind(over=lambda self, x: range(1, x.shape[1])), "any batch and number of tokens"),
     "backwards": (kind(over=lambda self, x: range(x.shape[1] - 1, -1, -1)), "any batch and number of tokens"),
@@ -281,8 +427,26 @@ def test_a_loop_over_blocks_that_is_another_function_is_refused(
         graph.weights[str(ops.operand(node, "rates").target)]
 
 
-def test_the_loop_without_a_change_is_right() -> None:
-    right(modules.randomized(OneByOne()))
+def helped(self: OneByOne, x: Tensor) -> Tensor:
+    """What does not change may decide what a loop does."""
+    parts = tuple(each(x) for each in (self.z, self.v))
+    h, out, sizes = torch.zeros_like(parts[1][:, 0]), [], {"parts": len(parts)}
+    for z_t, v_t in zip(*(part.unbind(1) for part in parts), strict=True):
+        seen = [z_t, v_t]
+        decay = torch.sigmoid(seen[0]) if len(seen) == sizes["parts"] and self.training is False else z_t
+        h = decay * h + (v_t if next(iter(sizes)) == "parts" else -v_t)
+        LOGGER.debug("one more token")
+        out += [h]
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize(
+    "changed", [OneByOne, kind(recur=helped), kind(recur=through(lambda self, v: map(torch.neg, v.unbind(1))))]
+)
+def test_the_loop_without_a_change_is_right(changed: type[OneByOne]) -> None:
+    before = sys.getprofile()
+    right(modules.randomized(changed()))
+    assert sys.getprofile() is before
 
 
 def test_a_refusal_names_the_loop_and_the_operator() -> None:
