@@ -24,6 +24,10 @@ class UnknownMask(UnsupportedError):
     """A mask depends on the inputs, of which a trace has no numbers."""
 
 
+class ShortTable(UnsupportedError):
+    """A mask reads a table with a row for each token, and the passes had fewer tokens than the context."""
+
+
 class Shown(NamedTuple):
     """What a causal mask shows: the last `window` tokens, and those of a query's own `chunk`; 0: all.
 
@@ -39,6 +43,7 @@ class Rehearsal:
     """What the masks of one forward pass show, in the order in which the model asks for them."""
 
     masks: list[Shown] = field(default_factory=list)
+    tokens: int | None = None  # of the pass, if masks have rows for no more
     known: bool = False
     place: int = 0
 
@@ -59,13 +64,16 @@ _rehearsals: list[Rehearsal] = []
 
 
 @contextmanager
-def rehearsed(passes: Iterable[Callable[[], Any]]) -> Iterator[None]:
-    """Traces in the context take masks from `passes`, forward passes with numbers, which must agree in their masks."""
+def rehearsed(passes: Iterable[tuple[int | None, Callable[[], Any]]]) -> Iterator[None]:
+    """Traces in the context take masks from `passes`, forward passes with numbers, which must agree in their masks.
+
+    With the number of tokens of a pass, its masks are proved for so many; else for the model's context.
+    """
     rehearsal, found = Rehearsal(), []
     _rehearsals.append(rehearsal)
     try:
-        for run in passes:
-            rehearsal.masks = []
+        for tokens, run in passes:
+            rehearsal.masks, rehearsal.tokens = [], tokens
             run()
             found.append(rehearsal.masks)
         if any(masks != found[0] for masks in found):
@@ -117,7 +125,7 @@ def causal_mask(
         shown = rehearsal.next()
     else:
         with torch.utils._python_dispatch._disable_current_modes():
-            shown = _shown(mask_function, length_of(config))
+            shown = _shown(mask_function, rehearsal.tokens or length_of(config))
         rehearsal.masks.append(shown)
     with torch.utils._python_dispatch._disable_current_modes():
         mask = torch.Tensor._make_subclass(CausalMask, torch.empty(0))
@@ -134,7 +142,7 @@ def _shown(mask_function: Callable[..., Tensor], length: int) -> Shown:
         try:
             seen = mask_function(zero, zero, torch.tensor([[place]]), keys)
         except IndexError as error:  # it reads a table with a row for each token of a shorter sequence
-            raise UnsupportedError("attention mask depends on tensors that the model makes for each token") from error
+            raise ShortTable("attention mask depends on tensors that the model makes for each token") from error
         if isinstance(seen, FakeTensor):
             raise UnknownMask("attention mask depends on the inputs")
         return seen.expand(1, length)[0]

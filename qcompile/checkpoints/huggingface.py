@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 
 from qcompile.checkpoints import huggingface_weights, inputs_embeds, kernel_functions, left_out, state
 from qcompile.checkpoints.attention_interface import ATTENTION, attention
-from qcompile.checkpoints.attention_masks import UnknownMask, begin, causal_mask, rehearsed
+from qcompile.checkpoints.attention_masks import ShortTable, UnknownMask, begin, causal_mask, rehearsed
 from qcompile.checkpoints.branches import Branches, Condition, trace_all
 from qcompile.checkpoints.checkpoint import Checkpoint, read_json
 from qcompile.checkpoints.configuration import auto_class, context_length, cut, read_config, text_config
@@ -196,8 +196,15 @@ def _export(module: Any, most: int) -> ExportedProgram:
         try:
             return trace_all(trace, module.config.model_type)
         except UnknownMask:
-            with rehearsed(functools.partial(_run, module, *sizes) for sizes in REHEARSED):
-                return trace_all(trace, module.config.model_type)
+            try:
+                with rehearsed((None, functools.partial(_run, module, *sizes)) for sizes in REHEARSED):
+                    return trace_all(trace, module.config.model_type)
+            except ShortTable:
+                # Token ids without numbers: a table that depends on them has none, and its masks are refused.
+                longest = context_length(module.config)
+                sizes = ((EXAMPLE_BATCH, longest), (EXAMPLE_BATCH + 1, longest // 2 + 1))
+                with rehearsed((size[1], functools.partial(_run, module, *size, mode)) for size in sizes):
+                    return trace_all(trace, module.config.model_type)
         except LengthError:
             if most <= (context := context_length(module.config)):
                 raise
@@ -205,9 +212,14 @@ def _export(module: Any, most: int) -> ExportedProgram:
         return trace_all(trace, module.config.model_type)
 
 
-def _run(module: Any, batch: int, tokens: int) -> None:
-    """A forward pass with numbers as inputs, of which those of its results have numbers that need no weights."""
-    ids, positions = torch.zeros(batch, tokens, dtype=torch.int64), torch.arange(tokens).expand(batch, tokens)
+def _run(module: Any, batch: int, tokens: int, mode: FakeTensorMode | None = None) -> None:
+    """A forward pass with numbers as inputs, of which those of its results have numbers that need no weights.
+
+    With `mode`, the token ids have no numbers, either.
+    """
+    positions = torch.arange(tokens).expand(batch, tokens)
+    with mode or contextlib.nullcontext():
+        ids = torch.zeros(batch, tokens, dtype=torch.int64)
     with torch.no_grad():
         _Logits(module, lambda _: contextlib.nullcontext())(ids, positions.contiguous())
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qcompile.checkpoints.attention_interface import attention
-from qcompile.checkpoints.attention_masks import Shown, UnknownMask, begin, causal_mask, rehearsed
+from qcompile.checkpoints.attention_masks import ShortTable, Shown, UnknownMask, begin, causal_mask, rehearsed
 from qcompile.errors import UnsupportedError
 
 LONGEST = 200
@@ -80,8 +80,13 @@ def traced(padding: int, sequences: int = 2) -> MaskFunction:
 def test_what_depends_on_inputs_is_taken_from_passes_with_numbers() -> None:
     with pytest.raises(UnknownMask):
         shown(traced(0))
-    runs = [lambda: (begin(), shown(of(window=9)), shown(of(chunk=16, padding=torch.zeros(2, dtype=torch.int64))))] * 2
-    with rehearsed(runs):
+
+    def run() -> None:
+        begin()
+        shown(of(window=9))
+        shown(of(chunk=16, padding=torch.zeros(2, dtype=torch.int64)))
+
+    with rehearsed([(None, run)] * 2):
         for _ in range(2):
             begin()
             assert (shown(traced(0)), shown(traced(0))) == ((9, 0), (0, 16))
@@ -92,15 +97,37 @@ def test_what_depends_on_inputs_is_taken_from_passes_with_numbers() -> None:
 
 
 def test_passes_must_agree() -> None:
-    runs = [functools.partial(shown, of(window)) for window in (5, 6)]
+    runs = [(None, functools.partial(shown, of(window))) for window in (5, 6)]
     with pytest.raises(UnsupportedError, match="depends on the number"), rehearsed(runs):
         pass
 
 
+def of_blocks(blocks: Tensor) -> MaskFunction:
+    """A causal mask in which the tokens of a block, those with the same number of at least 0, see one another."""
+    return lambda b, h, q, k: (k <= q) | ((blocks[b, q] == blocks[b, k]) & (blocks[b, q] >= 0))
+
+
 def test_masks_by_tensors_of_shorter_sequences_are_refused() -> None:
-    blocks = torch.full((1, 7), -1)
-    with pytest.raises(UnsupportedError, match="tensors that the model makes for each token"):
-        shown(lambda b, h, q, k: (k <= q) | ((blocks[b, q] == blocks[b, k]) & (blocks[b, q] >= 0)))
+    with pytest.raises(ShortTable, match="tensors that the model makes for each token"):
+        shown(of_blocks(torch.full((1, 7), -1)))
+
+
+def test_masks_by_tensors_of_whole_contexts() -> None:
+    runs = [(n, functools.partial(shown, of_blocks(torch.full((2, n), -1)))) for n in (LONGEST, LONGEST // 2)]
+    with rehearsed(runs):
+        begin()
+        assert shown(traced(0)) == (0, 0)
+    blocks = torch.full((1, LONGEST), -1)
+    blocks[0, 90:95] = 3
+    with (
+        pytest.raises(UnsupportedError, match="neither causal nor"),
+        rehearsed([(LONGEST, lambda: shown(of_blocks(blocks)))]),
+    ):
+        pass
+    with FakeTensorMode(allow_non_fake_inputs=True):  # of token ids
+        blocks = torch.full((1, LONGEST), -1)
+    with pytest.raises(UnknownMask), rehearsed([(LONGEST, lambda: shown(of_blocks(blocks)))]):
+        pass
 
 
 def test_a_mask_that_hides_everything_is_refused_where_it_is_used() -> None:
