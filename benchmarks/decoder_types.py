@@ -133,11 +133,17 @@ def do(kinds: list[str]) -> None:
     ROWS.mkdir(parents=True, exist_ok=True)
     for kind in kinds:
         with quiet():
-            row = row_of(kind)
+            row = row_of(kind) | {"made": made()}
         part = ROWS / f"{kind}.part"
         part.write_text(json.dumps(row), encoding="utf-8")
         part.rename(ROWS / f"{kind}.json")
         console.log(f"{kind:30} {row['outcome']:12} {row.get('reason', '') or format(row['error'], '.1e')}")
+
+
+def made() -> str:
+    """With what a row is made now: the commit and the version of torch."""
+    facts = machine()
+    return f"{facts['commit']} with torch {facts['torch']}"
 
 
 def write_table(rows: dict[str, Row]) -> None:
@@ -154,6 +160,9 @@ def write_table(rows: dict[str, Row]) -> None:
         f"{len(rows)} types in the maps of transformers {facts['transformers']}, of which {decoders} are decoders: "
         f"{counts['right']} right ({counts['right'] / max(decoders, 1):.0%}), {counts['refused']} refused, "
         f"{counts['WRONG']} wrong, {counts['no reference']} without a reference.",
+        "Rows by commit: "
+        + ", ".join(f"{count} of {by}" for by, count in Counter(row["made"] for row in rows.values()).items())
+        + ".",
         "Written by `python benchmarks/decoder_types.py`, whose first lines say what the rows are.",
         "",
         "| type | outcome | error | decode | cache | seconds |",

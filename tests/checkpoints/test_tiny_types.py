@@ -57,3 +57,21 @@ def test_models_are_made_by_the_class_that_reads_them_back(kind: str, name: str)
 
 def test_classifiers_are_no_decoders() -> None:
     assert decoder_types.not_a_decoder("shieldgemma2", {}) == "classifier of images"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gemma4_assistant", "a drafter, which reads the keys and values of another model"),
+        ("pi0", "needs state besides text"),
+        ("diffusion_gemma", "encoder and decoder"),
+        ("llama", ""),
+        ("llava", ""),
+    ],
+)
+def test_what_takes_more_than_text_is_no_decoder(kind: str, reason: str) -> None:
+    from transformers.models.auto import modeling_auto as auto
+
+    if kind not in {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}:
+        pytest.skip(f"this version of transformers does not have {kind}")
+    assert decoder_types.takes_more(kind) == reason
