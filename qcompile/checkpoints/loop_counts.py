@@ -10,6 +10,7 @@ them, and so may the length of a list to which the loop only appends.
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import sys
 import sysconfig
@@ -107,12 +108,15 @@ class Counts:
         sys.setprofile(note)
 
     def _frames(self) -> Frames:
-        """The frames of the model's code that are running, from that of the loop on."""
-        frames, frame = [], sys._getframe(1)
+        """The frames whose code runs in the loop: its own, and that of who goes through it if it is a generator's."""
+        frames: Frames = []
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._outside:
             if not frame.f_code.co_filename.startswith((_OWN, _TORCH)):
                 frames.append(frame)
-            frame = frame.f_back  # type: ignore[assignment]
+                if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+                    break
+            frame = frame.f_back
         return frames
 
     def _state(self, frames: Frames) -> dict[str, Any]:
