@@ -118,7 +118,7 @@ def test_masks_by_tensors_of_whole_contexts() -> None:
         begin()
         assert shown(traced(0)) == (0, 0)
     blocks = torch.full((1, LONGEST), -1)
-    blocks[0, 90:95] = 3
+    blocks[0, 85:95] = 3  # rows are samples, LONGEST * i // 16 among them
     with (
         pytest.raises(UnsupportedError, match="neither causal nor"),
         rehearsed([(LONGEST, lambda: shown(of_blocks(blocks)))]),
