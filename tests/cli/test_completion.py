@@ -69,7 +69,7 @@ def test_shells_offer_what_fits(shell: str, command: str, tmp_path: Path, capsys
 def test_files_are_offered_where_nothing_else_is(tmp_path: Path, capsys: Capture) -> None:
     """bash falls back to files where a script offers nothing: options do not stand in the way of a model's path."""
     text = script("bash", capsys)
-    lines = "qcompile run \nqcompile build m --calib \n"
+    lines = "qcompile run \nqcompile build m --dump-ir \n"
     file = tmp_path / "script"
     file.write_text(text)
     done = subprocess.run(["bash", "-c", BASH, "completing", file], input=lines, capture_output=True, text=True)
