@@ -163,7 +163,7 @@ def _bytes(axes: Axes, rows: list[Json], parts: list[str]) -> None:
 def _bits(axes: Axes, rows: list[Json], parts: list[str]) -> None:
     for part in parts:
         axes.plot(*_series(rows, part, "bits"), "o-", ms=3, lw=1, color=COLORS[part], label=part)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(row["bits"] for row in rows))
     axes.set_ylabel("bits")
     _layers(axes, [row["layer"] for row in rows])
 

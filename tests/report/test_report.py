@@ -154,7 +154,7 @@ def test_page_stands_on_its_own_and_draws_what_there_is() -> None:
     assert titles[-2:] == ["What to try next", "How it was built"] and "Error of each layer&#39;s output" in titles
     assert page.tags.count("svg") == len(titles) - 2 == 4
     assert "&lt;b&gt;tiny&lt;/b&gt;" in text and "a &amp; b" in text
-    assert "5.123 → 5.200" in text and "<pre>qcompile build tiny -o OUT</pre>" in text and "torch 2 ·" in text
+    assert "5.12 → 5.20" in text and "<pre>qcompile build tiny -o OUT</pre>" in text and "torch 2 ·" in text
     outliers = {"keys": {"before": [8.0, 9.0], "after": [2.0, 2.5]}}
     assert Page(report_page.page(facts(outliers=outliers))).tags.count("svg") == 5
     assert "perplexity before" not in report_page.page(facts(perplexity=None, calibration=None))

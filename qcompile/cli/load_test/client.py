@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,12 @@ EXTRAS: dict[str, dict[str, Any]] = {
 """Fields that not every server knows: token counts in each piece, or in the last one, and outputs of full length."""
 
 
+def reason(error: Exception) -> str:
+    """Why a server could not be reached, in a few words."""
+    number = getattr(error, "errno", None)
+    return os.strerror(number).lower() if isinstance(number, int) and number > 0 else str(error) or type(error).__name__
+
+
 def authorization(key: str | None) -> dict[str, str]:
     """The header with an API key."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -93,7 +100,7 @@ async def send(session: aiohttp.ClientSession, endpoint: Endpoint, query: Query,
     except TimeoutError:
         recording.failure = "no complete answer within --timeout"
     except (aiohttp.ClientError, OSError) as error:
-        recording.failure = str(error) or type(error).__name__
+        recording.failure = reason(error)
     recording.ended = time.perf_counter()
     return recording
 

@@ -18,7 +18,7 @@ import aiohttp
 
 from qcompile import sample_text
 from qcompile.cli.load_test.answers import read
-from qcompile.cli.load_test.client import Endpoint, authorization, send
+from qcompile.cli.load_test.client import Endpoint, authorization, reason, send
 from qcompile.cli.load_test.workload import Material, Query
 from qcompile.errors import ResourceError, UsageError
 
@@ -115,7 +115,7 @@ async def _models(session: aiohttp.ClientSession, root: str, key: str | None) ->
         async with session.get(url, headers=authorization(key), allow_redirects=False) as response:
             status, body = response.status, await response.read()
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
-        raise ResourceError(f"cannot reach {root}: {error or type(error).__name__}; does a server run there?") from None
+        raise ResourceError(f"cannot reach {root}: {reason(error)}; does a server run there?") from None
     if status in (401, 403):
         raise UsageError(f"{root} wants {'another' if key else 'an'} API key: give it by --api-key")
     try:
