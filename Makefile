@@ -1,5 +1,6 @@
 # make demo   environment, install, build the sample for this CPU, generate text, print the speed
-# make test   all tests
+# make test   the tests
+# make test-all  also the tests that are marked `exhaustive`
 # make lint   ruff and mypy
 # make docs   the documentation with the API reference, as web pages in out/site
 # make wheel-check  source distribution and wheel, complete and usable without this checkout
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 COMPAT := .venv-compat
 DEMO := out/demo
 
-.PHONY: demo test lint docs wheel-check compat bench clean
+.PHONY: demo test test-all lint docs wheel-check compat bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/qcompile build samples/pycode-26m -o $(DEMO) --target cpu --recipe w4a8
@@ -22,6 +23,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "exhaustive or not exhaustive"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -9,7 +9,9 @@ import pytest
 from tests.support.fuzzing import examine
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(5, 10))]
+)
 def test_random_decoder(seed: int, tmp_path: Path) -> None:
     found = examine(seed, tmp_path / "out")
     assert found.verdict != "wrong", found

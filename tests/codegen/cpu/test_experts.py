@@ -80,9 +80,12 @@ def decoder(
     ("recipe", "gates"),
     [
         *((recipe, {}) for recipe in TOLERANCE),
-        *((recipe, {"clamped": False}) for recipe in ("f32", "w4a8")),
-        ("w4a8", {"clamped": False, "limit": 0.5}),
-        *((recipe, {"slots": 1}) for recipe in ("f32", "w4a8")),
+        ("f32", {"clamped": False, "slots": 1}),
+        ("w4a8", {"clamped": False}),
+        ("w4a8", {"clamped": False, "limit": 0.5, "slots": 1}),
+        *(pytest.param("w4a8" if part else "f32", {"slots": 1}, marks=pytest.mark.exhaustive) for part in (0, 1)),
+        pytest.param("f32", {"clamped": False}, marks=pytest.mark.exhaustive),
+        pytest.param("w4a8", {"clamped": False, "limit": 0.5}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_artifact_computes_what_its_graph_says(recipe: str, gates: dict[str, Any], tmp_path: Path) -> None:

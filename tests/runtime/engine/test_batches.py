@@ -17,7 +17,6 @@ from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.step import Rows
 
-BATCHES = 200
 Work = tuple[list[int], SamplingParams]
 
 
@@ -81,9 +80,10 @@ def differing(llm: LLM, batches: int, seed: int = 0) -> int:
 
 
 @pytest.mark.parametrize("prefix_caching", (False, True))
-def test_random_batches_change_nothing(artifact: Path, prefix_caching: bool) -> None:
+@pytest.mark.parametrize("batches", [50, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_random_batches_change_nothing(artifact: Path, batches: int, prefix_caching: bool) -> None:
     with qcompile.load(artifact, threads=1, max_batch=32, prefix_caching=prefix_caching) as llm:
-        assert differing(llm, BATCHES) == 0
+        assert differing(llm, batches) == 0
 
 
 def test_a_dependence_on_the_batch_is_noticed(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
