@@ -47,7 +47,8 @@ def rewrite(model: Any, passes: tuple[Pass, ...], options: ImportOptions, clock:
         raise UsageError(f"{next(iter(options.source))} is for what is imported, and a Graph is imported already")
     with clock("import"), hurried():
         if isinstance(model, (str, Path)):
-            check_merged(find(model), (addend.adapter for addend in options.lora))
+            directory = find(model, bool(options.source.get("allow_remote")))
+            check_merged(directory, (addend.adapter for addend in options.lora))
         place = None if options.check_passes else traces.place(model, options.source, str(first))
         trace = place.recall() if place else None
         graph = trace.graph if trace else model if isinstance(model, Graph) else frontend.load(model, **options.source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qcompile import recipes
-from qcompile.errors import UsageError, shown
+from qcompile.errors import UnsupportedError, UsageError, shown
 from qcompile.formats.kv import kv_format
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass
@@ -118,10 +118,13 @@ def separate_draft_passes(target: str) -> tuple[Pass, ...]:
 def _configured(settings: recipes.Settings, options: Mapping[str, str], target: str) -> tuple[Pass, ...]:
     """`configure` with the options of passes that depend on the target.
 
-    GPUs have no kernels for hierarchical caches of heads as large as latents.
+    GPUs have no kernels for hierarchical caches of heads as large as latents. Raises UnsupportedError for adapters on a
+    GPU.
     """
     kind = get_target(target).kind
     passes = configure(settings, {"salience.target": target, "latent.kind": kind, **options})
+    if kind != "cpu" and any(isinstance(rewrite, Lora) and rewrite.wanted for rewrite in passes):
+        raise UnsupportedError(f"lora.rank: target {target} has no kernels for adapters; merge one with --lora DIR")
     (cache,) = (rewrite for rewrite in passes if isinstance(rewrite, Cache))
     if kind == "cpu" or not kv_format(cache.format).hierarchical:
         return passes

@@ -23,11 +23,11 @@ from typing import Any
 
 from torch import Tensor
 
+from qcompile.checkpoints.adapter_files import CONFIG, PICKLE, TENSORS, check_model
 from qcompile.checkpoints.checkpoint import Checkpoint, Entry, read_header, read_json, require_finite
 from qcompile.checkpoints.hub import name_of
 from qcompile.errors import UnsupportedError, UsageError
 
-CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -105,9 +105,7 @@ def check_merged(directory: Path, merged: Iterable[Adapter]) -> None:
     """
     if not (directory / CONFIG).is_file() or any(adapter.directory.samefile(directory) for adapter in merged):
         return
-    if not (directory / "config.json").is_file():
-        base = read_json(directory / CONFIG).get("base_model_name_or_path")
-        raise UsageError(f"{directory} is an adapter of {base or 'a model'}: build that model with --lora {directory}")
+    check_model(directory)
     raise UsageError(
         f"{directory} has an adapter beside its weights, {CONFIG}: merge it with --lora {directory}, or remove the file"
     )

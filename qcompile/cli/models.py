@@ -15,6 +15,7 @@ from qcompile import __version__
 from qcompile.artifact import kept
 from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints import hub
+from qcompile.checkpoints.adapter_files import check_model
 from qcompile.checkpoints.identity import identity
 from qcompile.cli import calibrating, console, machine, refusals
 from qcompile.cli.estimate import Estimate
@@ -177,6 +178,7 @@ def _checkpoint(given: str, building: Building) -> tuple[Path, str]:
     """The directory of the checkpoint `given`, which is fetched if it is on the hub, and its name."""
     path = Path(given)
     if path.is_dir():
+        check_model(path)
         if not (path / "config.json").is_file():
             raise UsageError(f"{given} is neither an artifact (no {MANIFEST}) nor a checkpoint (no config.json)")
     elif not hub.is_name(given):

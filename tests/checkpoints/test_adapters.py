@@ -215,7 +215,7 @@ def test_folders_that_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None
     ):
         with pytest.raises(QCompileError, match=reason):
             qcompile.build(tiny_checkpoint, tmp_path / "out", lora=given)  # type: ignore[arg-type]
-    with pytest.raises(QCompileError, match=f"is an adapter of a model: build that model with --lora {folder}"):
+    with pytest.raises(QCompileError, match=f"is an adapter: build its model with --lora {folder}"):
         qcompile.build(folder, tmp_path / "out")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(QCompileError, match=r"has only adapter_model\.bin"):
