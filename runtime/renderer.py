@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -92,17 +93,18 @@ class _Worker:
 
     def __init__(self) -> None:
         command = [sys.executable, "-P", "-W", "ignore", str(_PROGRAM), str(_MEMORY), str(int(SECONDS))]
+        self._socket, theirs = socket.socketpair()
+        end = theirs.fileno()
         try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
+            process = subprocess.Popen(command, stdin=end, stdout=end, stderr=subprocess.DEVNULL)
         except OSError as error:
+            self._socket.close()
             raise ResourceError(f"the process for chat templates does not start: {error.strerror}") from error
+        finally:
+            theirs.close()
         self._process, self._owner = process, os.getpid()
-        assert process.stdin and process.stdout
-        self._to, self._from = process.stdin.fileno(), process.stdout.fileno()
-        os.set_blocking(self._to, False)
-        self._end = weakref.finalize(self, _end, process, self._owner)
+        self._socket.setblocking(False)
+        self._end = weakref.finalize(self, _end, process, self._socket, self._owner)
 
     @property
     def alive(self) -> bool:
@@ -115,21 +117,19 @@ class _Worker:
         rest = memoryview(line)
         answer = bytearray()
         poll = select.poll()
-        poll.register(self._from, select.POLLIN)
-        poll.register(self._to, select.POLLOUT)
+        poll.register(self._socket, select.POLLIN | select.POLLOUT)
         while not answer.endswith(b"\n"):
             ready = poll.poll(max(0.0, until - time.monotonic()) * 1e3)
             if not ready:
                 self._end()
                 raise _EndedError(f"it takes more than {seconds:g} seconds")
             try:
-                for file, _ in ready:
-                    if file == self._from:
-                        answer += self._read()
-                    else:
-                        rest = rest[os.write(self._to, rest) :]
+                if ready[0][1] & ~select.POLLOUT:
+                    answer += self._read()
+                elif len(rest):  # without the signal that would end a process whose reader has ended
+                    rest = rest[self._socket.send(rest, socket.MSG_NOSIGNAL) :]
                 if not len(rest):
-                    poll.modify(self._to, 0)
+                    poll.modify(self._socket, select.POLLIN)
             except OSError as error:
                 self._end()
                 raise _EndedError("its process has ended") from error
@@ -137,17 +137,14 @@ class _Worker:
         return found
 
     def _read(self) -> bytes:
-        part = os.read(self._from, 1 << 16)
+        part = self._socket.recv(1 << 16)
         if not part:
             raise BrokenPipeError
         return part
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a copy of the object in a child that was forked
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe:
-            pipe.close()
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
+    connection.close()
+    if os.getpid() == owner:  # else this is a copy in a child that was forked
+        process.kill()
+        process.wait()

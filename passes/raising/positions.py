@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from qcompile import ops
 from qcompile.passes.raising import values
@@ -102,12 +102,14 @@ def scale_by_position(facts: Facts, build: Builder, node: fx.Node, a: Arguments)
 def weight_by_position(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """A weight times another function of the position, such as a factor of each head that grows with its logarithm."""
     axes = {LENGTHS["B"]: "B", LENGTHS["T"]: "T", 1: ""}
-    dims = tuple(axes.get(size, "F") for size in facts.shape(node))
     for weight, factor in (a.positional[:2], a.positional[1::-1]):
         if not isinstance(weight, fx.Node) or not isinstance(facts.known.get(weight), Constant):
             continue
-        count = weight.meta["val"].numel()
-        own = [axes.get(size, "F") for size in facts.shape(factor)] if _is_opaque(facts, factor) else ["F"]
+        value = weight.meta["val"]
+        if not isinstance(value, Tensor) or not _is_opaque(facts, factor):
+            continue
+        count, dims = value.numel(), tuple(axes.get(size, "F") for size in facts.shape(node))
+        own = [axes.get(size, "F") for size in facts.shape(factor)]
         if dims.count("F") != 1 or math.prod(s for s in facts.shape(node) if s not in axes) != count or "F" in own:
             continue
         if own.count("T") != 1 or not _reads_positions_only(facts, factor):

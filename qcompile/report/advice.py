@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from qcompile.formats.kv import KV_FORMATS
+
 Json = dict[str, Any]
 
 _RISE = 0.03
@@ -55,7 +57,7 @@ def _quality(report: Json) -> list[Advice]:
 def _speed(report: Json) -> list[Advice]:
     """How to need less memory."""
     cache = report["kv_bytes_per_token"] * report["context"]
-    if report["kv_format"] not in ("kv16", "kv32") or cache < _CACHE_SHARE * report["weight_bytes"]:
+    if KV_FORMATS[report["kv_format"]].bits < 16 or cache < _CACHE_SHARE * report["weight_bytes"]:
         return []
     why = f"halves the cache, which takes {cache / 2**20:,.0f} MiB for a full context of {report['context']:,} tokens"
     return [Advice("qcompile build … --set cache.format=kv8", why)]

@@ -26,7 +26,8 @@ def command(
     """
     given = {name: value for name, value in settings.items() if value is not None}
     text = None if calib is None else calib.given
-    if isinstance(model, str | Path) and all(isinstance(each, str | Path) for each in (*drafts, text or "")):
+    sources = [model, *drafts, *([] if text is None else [text])]
+    if all(isinstance(each, str | Path) for each in sources):
         words = ["qcompile", "build", _last(model), "-o", "OUT"]
         for name, value in given.items():
             words += [f"--{name.replace('_', '-')}", str(value)]

@@ -84,7 +84,8 @@ def _of_site(site: Site, adapter: Adapter, vectors: Any) -> SiteFactors | None:
 def _products(terms: tuple[AdaptedWeight, ...], adapter: Adapter, vectors: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """A [r, K] and scale * B [N, r] in float64 of each term that the adapter changes, after the term's changes."""
     for term in terms:
-        change: LowRank | None = adapter.low_rank.get(term.weight.removesuffix(".weight"))
+        name = term.weight
+        change: LowRank | None = adapter.low_rank.get(name.removesuffix(".weight"))
         if change is None:
             continue
         a, b = change.a.double(), change.b.double() * change.scale

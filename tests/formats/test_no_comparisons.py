@@ -24,6 +24,7 @@ SUBJECTS = {"format", "packing", "weight", "activation", "kernel_format", "kv_fo
 CHOICES = {
     "qcompile/recipes.py": "recipes name the formats that they choose",
     "qcompile/checkpoints/stored/formats.py": "its table is keyed by what checkpoints call their formats",
+    "qcompile/cli/machine.py": "its table of recipes is keyed by what checkpoints call their formats",
 }
 """Files that may have tables of formats, with the reason."""
 

@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         "neither causal nor",
     ),
     "angle not linear": (lambda *a: rotated(*a, angle=lambda p: p * p), "no counterpart"),
-    "angle of a root": (lambda *a: rotated(*a, angle=torch.sqrt), "sqrt"),
+    "angle of a root": (lambda *a: rotated(*a, angle=torch.sqrt), "no counterpart"),
     "stored table that is no rotation": (lambda *a: stored(*a, spoil=1e-4), "cat combines features"),
     "heads mixed up": (
         lambda q, k, v, ids: F.scaled_dot_product_attention(q, k.roll(1, 1), v, is_causal=True),

@@ -99,8 +99,8 @@ def test_codes_that_clients_look_for(client: Client) -> None:
 
 
 def test_other_paths_and_methods_say_what_there_is(client: Client) -> None:
-    said = error(client, 404, "/v1/responses", {"input": "x"})["message"]
-    assert said == "there is nothing at '/v1/responses': use /v1/completions or /v1/chat/completions"
+    said = error(client, 404, "/v1/images", {"input": "x"})["message"]
+    assert said == "there is nothing at '/v1/images': use /v1/completions or /v1/chat/completions"
     assert error(client, 405, "/v1/completions")["message"] == "'/v1/completions' does not take GET: use POST"
 
 

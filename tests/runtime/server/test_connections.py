@@ -53,7 +53,7 @@ def sent(opened: socket.socket, request: bytes) -> tuple[int, str]:
     at = 0
     while at < len(request):
         try:
-            at += opened.send(request[at : at + 65536])
+            at += opened.send(request[at : at + 65536], socket.MSG_NOSIGNAL)
         except TimeoutError:
             continue
         except OSError:
@@ -118,7 +118,7 @@ def test_requests_after_each_other_have_each_their_limits(client: Client) -> Non
 def test_requests_that_wait_for_no_response_are_limited(client: Client) -> None:
     request = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
     with connect(client) as opened:
-        opened.sendall(request * 10000)
+        opened.sendall(request * 10000, socket.MSG_NOSIGNAL)
         opened.settimeout(20)
         assert b"more than 16 requests came before their responses" in b"".join(iter(lambda: opened.recv(65536), b""))
     assert client.ask("/health")[0] == 200
@@ -154,7 +154,7 @@ def test_a_client_that_sends_now_and_then_is_refused(llm: LLM, monkeypatch: pyte
             began = time.monotonic()
             with pytest.raises(OSError):
                 while time.monotonic() - began < 10:
-                    opened.sendall(byte)
+                    opened.sendall(byte, socket.MSG_NOSIGNAL)
                     time.sleep(0.05)
             assert time.monotonic() - began < 8
 

@@ -89,7 +89,7 @@ def test_lines_of_json(llm: LLM) -> None:
 def test_errors_are_lines_of_the_format(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the framework, too, with their traceback."""
 
-    def broken(self: object) -> None:
+    def broken(*given: object) -> None:
         raise ZeroDivisionError("planned")
 
     with logged("warning", "json") as lines, serving(llm, sinks=logs.sinks()) as client:

@@ -78,6 +78,7 @@ def serving(llm: LLM, kind: Callable[[LLM, int], Service] = Service, **options: 
     served = server.Served(llm, "tiny", **options)
     service = kind(llm, served.max_waiting)
     running = uvicorn.Server(server.server_config(served, service, drain_seconds=1))
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as `serve` does; a command that was run in this process obeys it
     listening = server.bind("127.0.0.1", 0)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
     thread.start()
