@@ -24,13 +24,21 @@ def configure(level: str = "warning", form: str = "text", stream: TextIO | None 
     for option, given, known in (("--log-level", level, LEVELS), ("--log-format", form, FORMATS)):
         if given not in known:
             raise UsageError(f"{option} {given}: take one of {', '.join(known)}")
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(stream) if stream else _StderrHandler()
     handler.setFormatter(_JsonLines() if form == "json" else _TextLines())
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level.upper())
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger(_OURS).level))
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is at the time of the message: loggers outlive a command, and its stderr may be closed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def sinks() -> list[Sink]:
