@@ -6,11 +6,21 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from qcompile.errors import UsageError
 from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.parsers.call_parser import is_name
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.structured import StructureFields, asked_structure
 
@@ -20,6 +30,16 @@ MOST_STOP_CHARACTERS = 4096
 
 
 Count = Annotated[int, Field(ge=1)]
+
+
+def _function_name(given: str) -> str:
+    if not is_name(given):
+        raise PydanticCustomError("name", "not a name: give 1 to 256 characters without spaces and brackets")
+    return given
+
+
+FunctionName = Annotated[str, AfterValidator(_function_name)]
+"""The name of a function that the model may call, as the parsers of calls read it."""
 
 
 class BodyPart(BaseModel):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from qcompile.errors import UsageError, shown
 from qcompile.runtime.dialogue import Dialogue
-from qcompile.runtime.parsers.call_parser import is_name
 from qcompile.runtime.sampling.params import SamplingParams
-from qcompile.runtime.server.api import MOST_LOGPROBS, BodyPart, Common, Count
+from qcompile.runtime.server.api import MOST_LOGPROBS, BodyPart, Common, Count, FunctionName
 
 _CHAT_FIELDS = ("tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
 """Fields that have no effect on completions."""
@@ -99,17 +98,10 @@ class ChatMessage(BodyPart):
 class FunctionPart(BodyPart):
     """A function that the model may call. parameters: a JSON schema. strict: without effect."""
 
-    name: str
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @field_validator("name")
-    @classmethod
-    def _callable(cls, name: str) -> str:
-        if not is_name(name):
-            raise PydanticCustomError("name", "not a name: give 1 to 256 characters without spaces and brackets")
-        return name
 
 
 class ToolPart(BodyPart):

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from qcompile.errors import UsageError, shown
 from qcompile.runtime.dialogue import Dialogue, DialogueFormat
-from qcompile.runtime.parsers.call_parser import is_name
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.structured import FORCED, StructuredOutputsParams, named_as
-from qcompile.runtime.server.api import BodyPart, Count, SamplingFields, Stops
+from qcompile.runtime.server.api import BodyPart, Count, FunctionName, SamplingFields, Stops
 from qcompile.runtime.server.messages.content import CachedPart, MessagePart, Texts, joined
 
 FORMAT = "output_config.format"
@@ -24,17 +23,10 @@ class ToolDeclaration(CachedPart):
     """A tool that the model may call. strict: without effect."""
 
     type: Literal["custom"] = "custom"
-    name: str
+    name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-
-    @field_validator("name")
-    @classmethod
-    def _callable(cls, name: str) -> str:
-        if not is_name(name):
-            raise PydanticCustomError("name", "not a name: give 1 to 256 characters without spaces and brackets")
-        return name
 
     def plain(self) -> dict[str, Any]:
         """The tool in the form of chat completions."""
