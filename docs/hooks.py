@@ -31,6 +31,7 @@ PUBLIC = {
     "qcompile.recipes": "number formats of a whole model",
     "qcompile.targets": "machines to compile for",
     "qcompile.passes.base": "what a pass is; for passes outside this repository",
+    "qcompile.testing": "graphs, inputs and comparison for tests of passes",
     "qcompile.graph.Graph": "what a pass reads and rewrites",
 }
 """What users of the package call, and what a pass outside this repository needs, by purpose."""

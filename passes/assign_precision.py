@@ -1,4 +1,4 @@
-"""Assign each linear a weight format and an activation type: one pair for all linears but the output head."""
+"""Assign each linear a weight format and an activation type: one pair for all but the head and what is decided."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import fx
 
 from qcompile import ops
-from qcompile.errors import UsageError
-from qcompile.formats.registry import weight_format
+from qcompile.errors import PassError, UsageError, suggestion
+from qcompile.formats.registry import WEIGHT_FORMATS, weight_format
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 
@@ -45,6 +45,9 @@ class AssignPrecision(Pass):
     Weight formats are those of formats/registry.py, activation formats those of formats/activations.py. Expert routers
     stay in f32. Experts get another format where theirs has no kernel for experts but names one that has (mix_4_8: its
     4-bit part), with a note. The choice is stored in node.meta["precision"], which `merge` and `quantize` read.
+
+    What an earlier pass stored there stands, with a note; this pass adds the format of weights or activations if that
+    is missing. Raises PassError for a decision that has no kernels.
     """
 
     name: ClassVar[str] = "assign_precision"
@@ -65,16 +68,35 @@ class AssignPrecision(Pass):
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
         head, routers = head_linears(graph), router_linears(graph)
-        fired = 0
-        notes: tuple[str, ...] = ()
+        fired, fallbacks, kept = 0, set(), []
         for node in graph.calls("linear", "expert_linear"):
             weight, activation = (self.head, self.head_activation) if node in head else (self.weight, self.activation)
             if node in routers:  # small, and a rounding error in a score can send a token to another expert
                 weight, activation = "f32", "f32"
             fallback = weight_format(weight).expert_fallback
-            if fallback and ops.name_of(node.target) == "expert_linear":
-                notes = (f"experts have no kernel in {weight}: theirs are {fallback}",)
+            decided = node.meta.get("precision") or {}
+            if fallback and ops.name_of(node.target) == "expert_linear" and "weight" not in decided:
+                fallbacks.add(f"experts have no kernel in {weight}: theirs are {fallback}")
                 weight = fallback
-            node.meta["precision"] = {"weight": weight, "activation": activation}
-            fired += 1
-        return PassResult(graph, fired, notes)
+            node.meta["precision"] = {"weight": weight, "activation": activation} | decided
+            if decided:
+                kept.append(_checked(node))
+            fired += not {"weight", "activation"} <= decided.keys()
+        return PassResult(graph, fired, (*sorted(fallbacks), *kept))
+
+
+def _checked(node: fx.Node) -> str:
+    """A note on the linear `node`, whose precision an earlier pass decided. Raises PassError if it has no kernels."""
+    weight, activation = (node.meta["precision"][part] for part in ("weight", "activation"))
+    if weight not in WEIGHT_FORMATS:
+        known = f"there are {', '.join(WEIGHT_FORMATS)}{suggestion(str(weight), WEIGHT_FORMATS)}"
+        raise PassError(AssignPrecision.name, node.name, f"weight format {weight} is unknown; {known}")
+    format = WEIGHT_FORMATS[weight]
+    if format.expert_fallback and ops.name_of(node.target) == "expert_linear":
+        others = ", ".join(other.name for other in WEIGHT_FORMATS.values() if other.serves_experts)
+        raise PassError(AssignPrecision.name, node.name, f"experts have no kernel in {weight}; {others} have")
+    meeting = [kind.name for kind in format.activations]
+    if activation not in meeting:
+        reason = f"weights in {weight} do not meet activations in {activation}; there are {', '.join(meeting)}"
+        raise PassError(AssignPrecision.name, node.name, reason)
+    return f"node {node.name}: keeps {weight} x {activation}, which an earlier pass decided"

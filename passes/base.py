@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from qcompile import check
 from qcompile.clock import Clock, silent
 from qcompile.graph import Graph
+from qcompile.passes.decisions import changed_decisions
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ def apply(rewrite: Pass, graph: Graph) -> PassResult:
         raise check.CheckError(f"{rewrite.name} runs on a graph at stage {wanted}, not {graph.stage}")
     result = rewrite.run(graph)
     result.graph.calibration = graph.calibration
+    told = (*result.notes, *changed_decisions(graph, result.graph, result.notes))
+    result = replace(result, notes=told)
     if rewrite.ensures is not None:
         result.graph.stage = rewrite.ensures
     check.check(result.graph, after=rewrite.name)

@@ -18,6 +18,7 @@ from qcompile import ops
 from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.decisions import keep_precision
 from qcompile.passes.gather import Index, gathered, index_weight, table_of
 
 LEAST_GAIN = 4
@@ -244,6 +245,7 @@ class _Rewrite:
             attended = graph.call("attention", **given)
             weight = self._weight(self.values, transposed=False)
             result = graph.call("expert_linear", attended, choices[heads], weight)
+        keep_precision(self.values.linear, result)
         graph.replace(node, result)
 
     def _queries(self) -> fx.Node:
@@ -265,6 +267,7 @@ class _Rewrite:
         place = np.arange(width).reshape(heads, -1)
         own = graph.call("split_heads", gathered(graph, [flat], place[:, ~shared].ravel()), heads)
         absorbed = graph.call("expert_linear", own, choice, self._weight(self.keys.projection, transposed=True))
+        keep_precision(self.keys.projection.linear, absorbed)
         rank = absorbed.meta["val"].shape[-1]
         latent = width + np.arange(heads * rank).reshape(heads, rank)
         index = np.concatenate([place[:, shared], latent], 1).ravel()

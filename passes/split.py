@@ -15,6 +15,7 @@ from torch import fx
 from qcompile import ops
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.decisions import keep_precision
 
 Range = tuple[int, int]
 
@@ -69,5 +70,6 @@ def _split(graph: Graph, node: fx.Node, slices: list[fx.Node]) -> None:
         bias = None if given.bias is None else graph.call_weight("slice_rows", given.bias, start, stop)
         with graph.fx.inserting_before(node):
             made[start, stop] = graph.call("linear", given.x, weight, bias)
+        keep_precision(node, made[start, stop])
     for part in slices:
         graph.replace(part, made[_range(part)])

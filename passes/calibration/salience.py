@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -80,7 +80,14 @@ class Salience(Pass):
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
-        linears = [node for node in graph.calls(*gradients.LINEARS) if _marks_rows(node)]
+        mixed = [node for node in graph.calls(*gradients.LINEARS) if _marks_rows(node)]
+        linears = [node for node in mixed if not _is_marked(node)]
+        kept = tuple(f"node {node.name}: keeps rows that an earlier pass marked" for node in mixed if _is_marked(node))
+        result = PassResult(graph, 0) if kept and not linears else self._marked(graph, linears)
+        return replace(result, notes=(*kept, *result.notes))
+
+    def _marked(self, graph: Graph, linears: list[fx.Node]) -> PassResult:
+        """`graph` with rows of `linears` marked."""
         if not linears:
             if self.automatic:
                 raise UsageError(
@@ -182,6 +189,11 @@ def _marks_rows(node: fx.Node) -> bool:
     """Whether the format of a linear keeps more bits for marked rows."""
     precision = node.meta.get("precision")
     return precision is not None and weight_format(precision["weight"]).marks_rows
+
+
+def _is_marked(node: fx.Node) -> bool:
+    """Whether an earlier pass has chosen the rows with more bits, or their share."""
+    return bool({"wide", "fraction"} & node.meta["precision"].keys())
 
 
 def _features(node: fx.Node) -> int:

@@ -9,120 +9,10 @@ from torch import fx
 
 import qcompile
 from qcompile.formats.kv import kv_format
-from qcompile.graph import Graph, ModelInfo, WeightStore
-
-
-class Begun:
-    """A graph at stage `raise` with its inputs, and random weights drawn in the order in which they are asked for."""
-
-    def __init__(self, vocab: int, seed: int = 0) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.graph = Graph(fx.Graph(), WeightStore(), ModelInfo("tiny", vocab, 512, 0, (0,), 0), "raise")
-        self.ids, self.positions = (self.graph.fx.placeholder(name) for name in ("token_ids", "positions"))
-        for node in (self.ids, self.positions):
-            node.meta["val"] = torch.empty(2, 7, dtype=torch.int64, device="meta")
-
-    def kept(self, name: str, value: torch.Tensor) -> fx.Node:
-        """A node that reads `value`, the weight `name`."""
-        self.graph.weights.add_tensor(name, value)
-        node = self.graph.fx.create_node("get_attr", name)
-        self.graph.infer_node(node)
-        return node
-
-    def weight(self, name: str, *shape: int) -> fx.Node:
-        """A random weight that makes numbers about as large as those it is given."""
-        return self.kept(name, torch.randn(*shape, generator=self.generator) / shape[-1] ** 0.5)
-
-    def more_scores(self, heads: int, sinks: bool, key_bias: bool) -> dict[str, fx.Node]:
-        """Weights among attention's operands, by name."""
-        more: dict[str, fx.Node] = {}
-        if sinks:
-            of_heads = 5.5 + torch.randn(heads, generator=self.generator)  # as much as hundreds of others
-            of_heads[0] = 100.0  # more than 2^128 times what others weigh
-            more["sinks"] = self.kept("sinks", of_heads)
-        if key_bias:
-            slope = 2.0 ** -torch.linspace(2, 7, heads)
-            of_positions = slope[:, None] * torch.arange(512) + torch.randn(heads, 512, generator=self.generator)
-            more["key_bias"] = self.kept("key_bias", of_positions)
-        return more
-
-
-def decoder(
-    *,
-    vocab: int = 50,
-    hidden: int = 48,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 16,
-    ffn: int = 72,
-    layers: int = 2,
-    bias: bool | str = False,
-    rotary: bool = True,
-    window: int = 0,
-    chunk: int = 0,
-    softcap: float = 0.0,
-    capped: bool = False,
-    head_norm: str = "",
-    late_norms: bool = False,
-    act: str = "silu",
-    sinks: bool = False,
-    key_bias: bool = False,
-    seed: int = 0,
-) -> Graph:
-    """A Llama-shaped decoder at stage `raise`: no norm weights, random everything else.
-
-    `head_norm`: "heads" normalizes q and k head by head, "whole" before they are split. `bias` "q" is on q alone.
-    `late_norms`: what a block adds to the residual stream goes through a norm with weights first.
-    `capped`: logits are 2 tanh(x / 2). `sinks`: scores in sums alone, the first head's of which leaves nothing of the
-    others. `key_bias`: what positions add to scores, to those of the last heads little.
-    """
-    begun = Begun(vocab, seed)
-    graph, ids, positions, weight = begun.graph, begun.ids, begun.positions, begun.weight
-
-    def linear(x: fx.Node, name: str, n: int, k: int) -> fx.Node:
-        extra = (weight(f"{name}.bias", n),) if bias is True or (bias and name.startswith(bias)) else ()
-        return graph.call("linear", x, weight(name, n, k), *extra)
-
-    def block(y: fx.Node, name: str, k: int) -> fx.Node:
-        """What a block adds: its last linear, perhaps normalized."""
-        y = linear(y, name, hidden, k)
-        return graph.call("rms_norm", y, weight(f"{name}.norm", hidden), 1e-6) if late_norms else y
-
-    def activated(gate: fx.Node, layer: int) -> fx.Node:
-        if act != "xielu":
-            return graph.call("unary", gate, act)
-        return graph.call("xielu", gate, begun.kept(f"curve{layer}", torch.tensor([0.8, 1.3 + layer, 0.5, -1e-6])))
-
-    inv_freq = begun.kept("inv_freq", 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)) if rotary else None
-    more = begun.more_scores(heads, sinks, key_bias)
-    x = graph.call("embedding", ids, weight("embed", vocab, hidden))
-    for layer in range(layers):
-        y = graph.call("rms_norm", x, None, 1e-6)
-        pair = []
-        for name, count in (("q", heads), ("k", kv_heads)):
-            t = linear(y, f"{name}{layer}", count * head_dim, hidden)
-            if head_norm == "whole":
-                t = graph.call("rms_norm", t, weight(f"{name}{layer}.norm", count * head_dim), 1e-6)
-            t = graph.call("split_heads", t, count)
-            if head_norm == "heads":
-                t = graph.call("rms_norm", t, weight(f"{name}{layer}.norm", head_dim), 1e-6)
-            pair.append(t)
-        q, k = pair
-        v = graph.call("split_heads", linear(y, f"v{layer}", kv_heads * head_dim, hidden), kv_heads)
-        if inv_freq is not None:
-            q, k = (graph.call("rope", t, positions, inv_freq, 1.0, False) for t in (q, k))
-        given = {"window": window, "softcap": softcap, "chunk": chunk} | more
-        mixed = graph.call("merge_heads", graph.call("attention", q, k, v, head_dim**-0.5, **given))
-        x = graph.call("add", x, block(mixed, f"o{layer}", heads * head_dim))
-        y = graph.call("rms_norm", x, None, 1e-6)
-        gate = activated(linear(y, f"gate{layer}", ffn, hidden), layer)
-        product = graph.call("mul", gate, linear(y, f"up{layer}", ffn, hidden))
-        x = graph.call("add", x, block(product, f"down{layer}", ffn))
-    logits = graph.call("linear", graph.call("rms_norm", x, None, 1e-6), weight("head", vocab, hidden))
-    if capped:
-        logits = graph.call("scale", graph.call("unary", graph.call("scale", logits, 0.5), "tanh"), 2.0)
-    graph.fx.output(logits)
-    return graph
+from qcompile.graph import Graph
+from qcompile.testing import Begun
+from qcompile.testing import decoder as decoder
+from qcompile.testing import sequence_inputs as sequence_inputs
 
 
 def recurrent(
@@ -251,14 +141,6 @@ def latent(
     x = graph.call("add", x, linear(mixed, "o", hidden))
     graph.fx.output(linear(graph.call("rms_norm", x, None, 1e-6), "head", vocab))
     return graph
-
-
-def sequence_inputs(
-    tokens: int = 7, batch: int = 2, vocab: int = 50, seed: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """token_ids and positions [batch, tokens] for graphs before `cache`."""
-    ids = torch.randint(0, vocab, (batch, tokens), generator=torch.Generator().manual_seed(seed))
-    return ids, torch.arange(tokens).expand(batch, tokens).contiguous()
 
 
 def step_inputs(
