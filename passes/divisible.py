@@ -1,0 +1,279 @@
+"""Which values of a graph ranks can divide: every rule says how one operator relates the parts of its operands.
+
+A value [..., F] is divided along its features, a value [..., H, D] of heads along its heads. Values whose parts must
+agree are tied. A value that some operator needs whole is fixed, with the operator and the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import networkx as nx
+import torch
+from torch import fx
+
+from qcompile import ops
+from qcompile.formats.activations import ActivationFormat, activation_format
+from qcompile.formats.registry import weight_format
+from qcompile.graph import Graph
+
+FEATURES, HEADS = -1, -2
+"""Axes along which values are divided."""
+ELEMENTWISE = ops.with_trait("elementwise")
+PRODUCTS = ("linear", "gated_linear", "gemm", "expert_linear", "gated_experts", "expert_gemm")
+"""The operators that multiply their operand `x` by their operand `weight`."""
+SUMMED = ("combine", "scale_slots")
+"""The operators that are linear in their operand `y`, whose features they keep apart."""
+
+
+class Obstacle(NamedTuple):
+    """The node that needs a value whole, and why."""
+
+    node: fx.Node
+    reason: str
+
+
+class Unit(NamedTuple):
+    """Places along a value's axis that cannot be divided, and the node and the noun that say so."""
+
+    size: int
+    node: fx.Node
+    noun: str
+
+
+@dataclass
+class Divisible:
+    """What is known of all values of a graph.
+
+    `ties` connects values of which each rank has the same share, `meetings` values whose shares meet in one operator.
+    `readers` are products and the value that each reads as `x`; `heads` numbers the heads of keys and values, of which
+    ranks may share one.
+    """
+
+    graph: Graph
+    ties: nx.Graph = field(default_factory=nx.Graph)
+    meetings: nx.Graph = field(default_factory=nx.Graph)
+    axes: dict[fx.Node, int] = field(default_factory=dict)
+    units: dict[fx.Node, Unit] = field(default_factory=dict)
+    fixed: dict[fx.Node, Obstacle] = field(default_factory=dict)
+    readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    heads: dict[fx.Node, int] = field(default_factory=dict)
+
+    def fix(self, value: fx.Node, node: fx.Node, reason: str) -> None:
+        """Note that `node` needs `value` whole."""
+        self.ties.add_node(value)
+        self.fixed.setdefault(value, Obstacle(node, reason))
+
+    def tie(self, one: fx.Node, other: fx.Node, axis: int | None = None) -> None:
+        """Note that a rank's part of `one` goes with the same part of `other`; with `axis`, both along it."""
+        self.ties.add_edge(one, other)
+        if axis is not None:
+            self.along(one, axis)
+            self.along(other, axis)
+
+    def along(self, value: fx.Node, axis: int) -> None:
+        """Note that `value` can be divided along `axis` only."""
+        self.ties.add_node(value)
+        if self.axes.setdefault(value, axis) != axis:
+            self.fix(value, value, "it is read both as heads and as features")
+
+    def aligned(self, value: fx.Node, size: int, node: fx.Node, noun: str) -> None:
+        """Note that runs of `size` places of `value` stay together, which `node` calls a `noun`."""
+        known = self.units.get(value)
+        if known is None or math.lcm(known.size, size) != known.size:
+            self.units[value] = Unit(math.lcm(known.size if known else 1, size), node, noun)
+
+
+def activations(graph: Graph, node: fx.Node) -> list[fx.Node]:
+    """The operands of `node` that depend on tokens."""
+    return [operand for operand in node.all_input_nodes if not graph.is_weight(operand)]
+
+
+def is_gated(product: fx.Node) -> bool:
+    """Whether `product` returns the product of a function of some outputs and other outputs, whose rows alternate."""
+    kind = ops.name_of(product.target)
+    gated = kind in ("gated_linear", "gated_experts")
+    return gated or (ops.has_operand(product, "epilogue") and ops.operand(product, "epilogue") in ops.GATED)
+
+
+def slices_of(product: fx.Node) -> list[fx.Node]:
+    """The slices through which alone `product` is read; empty if something reads it whole."""
+    users = list(product.users)
+    return users if all(ops.name_of(user.target) == "slice_features" for user in users) else []
+
+
+def product_of(value: fx.Node) -> fx.Node | None:
+    """The product that computes `value`, or of which it is one of the slices; None for other values."""
+    if ops.name_of(value.target) in PRODUCTS:
+        return None if slices_of(value) else value
+    if ops.name_of(value.target) != "slice_features":
+        return None
+    source: fx.Node = ops.operand(value, "x")
+    return source if ops.name_of(source.target) in PRODUCTS and slices_of(source) else None
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a node's value; for a quantized activation, that of its codes."""
+    value = node.meta["val"]
+    return tuple((value if isinstance(value, torch.Tensor) else value[0]).shape)
+
+
+def analyse(graph: Graph) -> Divisible:
+    """All values of `graph`, with what every operator says of them."""
+    found = Divisible(graph)
+    for node in graph.nodes:
+        if node.op == "get_attr" or graph.is_weight(node):
+            continue
+        rule = _RULES.get(ops.name_of(node.target) or "", _whole)
+        rule(found, node)
+    return found
+
+
+# ---- rules ------------------------------------------------------------------------------------------
+
+
+def _whole(found: Divisible, node: fx.Node) -> None:
+    kind = ops.name_of(node.target) or node.op
+    for value in (node, *activations(found.graph, node)):
+        found.fix(value, node, f"{kind} works on all features of a row")
+
+
+def _embedding(found: Divisible, node: fx.Node) -> None:
+    found.fix(node, node, "every rank has the whole table")
+
+
+def _elementwise(found: Divisible, node: fx.Node) -> None:
+    for operand in activations(found.graph, node):
+        *rows, width = shape(operand)
+        if rows != list(shape(node)[:-1]) or width not in (1, shape(node)[-1]):
+            found.fix(operand, node, "its operands have different shapes")
+            found.fix(node, node, "its operands have different shapes")
+        elif width == shape(node)[-1]:
+            found.tie(node, operand)
+        elif len(rows) == 3:
+            found.tie(node, operand, HEADS)  # a factor of each head
+        else:
+            found.fix(operand, node, "it is one number for all features")
+
+
+def _by_head(found: Divisible, node: fx.Node) -> None:
+    """Operators of x [..., H, D] that treat heads alike; of a value [..., F] they need all features."""
+    x: fx.Node = ops.operand(node, "x")
+    others = [operand for operand in activations(found.graph, node) if operand is not x]
+    if len(shape(x)) != 4:
+        _whole(found, node)
+        return
+    found.tie(node, x, HEADS)
+    for other in others:
+        found.fix(other, node, "all ranks need it")
+
+
+def _split_heads(found: Divisible, node: fx.Node) -> None:
+    x: fx.Node = ops.operand(node, "x")
+    found.tie(node, x)
+    found.along(node, HEADS)
+    found.along(x, FEATURES)
+    found.aligned(x, shape(node)[-1], node, "head")
+
+
+def _merge_heads(found: Divisible, node: fx.Node) -> None:
+    x: fx.Node = ops.operand(node, "x")
+    found.tie(node, x)
+    found.along(x, HEADS)
+    found.along(node, FEATURES)
+    found.aligned(node, shape(x)[-1], node, "head")
+
+
+def _attention(found: Divisible, node: fx.Node) -> None:
+    q, k, v = (ops.operand(node, name) for name in ("q", "k", "v"))
+    found.tie(node, q, HEADS)
+    count = shape(k)[-2]
+    if count == 1:  # all ranks attend to the one key head
+        for value in (k, v):
+            found.fix(value, node, "its one key head serves all ranks")
+        return
+    found.tie(k, v, HEADS)
+    found.heads[k] = count
+    if q is not k:
+        found.meetings.add_edge(q, k)
+
+
+def _hadamard(found: Divisible, node: fx.Node) -> None:
+    x, block = ops.operand(node, "x"), ops.operand(node, "block")
+    if block == shape(x)[-1]:
+        _whole(found, node)
+        return
+    found.tie(node, x, FEATURES)
+    found.aligned(x, block, node, "block")
+
+
+def _quantize_activation(found: Divisible, node: fx.Node) -> None:
+    given = ops.operands(node)
+    found.tie(node, given.x, FEATURES)
+    _keep_groups(found, node, given.x, activation_format(given.kind), given.group)
+
+
+def _keep_groups(found: Divisible, node: fx.Node, x: fx.Node, kind: ActivationFormat, sums: int) -> None:
+    """Keep together the groups of x that share a scale, and those of `sums` codes unless a row has one sum."""
+    width = shape(x)[-1]
+    if kind.group:
+        found.aligned(x, min(kind.group, width), node, "group")
+    if kind.is_integer and 0 < sums < width:
+        found.aligned(x, sums, node, "group")
+
+
+def _summed(found: Divisible, node: fx.Node) -> None:
+    y: fx.Node = ops.operand(node, "y")
+    found.tie(node, y, FEATURES)
+    for other in activations(found.graph, node):
+        if other is not y:
+            found.fix(other, node, "all ranks need the factors of the slots")
+
+
+def _product(found: Divisible, node: fx.Node) -> None:
+    given, x = ops.operands(node), ops.operand(node, "x")
+    if not found.graph.is_weight(given.weight):
+        _whole(found, node)
+        return
+    found.readers.setdefault(x, []).append(node)
+    found.along(x, FEATURES)
+    if is_gated(node):
+        found.fix(x, node, "its gate needs whole sums over its inputs")
+    if not slices_of(node):
+        found.along(node, FEATURES)
+    for other in activations(found.graph, node):
+        if other is not x:
+            found.fix(other, node, "all ranks need the choice of experts")
+    if ops.has_operand(node, "format") and (group := weight_format(given.format).group):
+        found.aligned(x, min(group, shape(x)[-1]), node, "group")
+    if ops.name_of(node.target) == "expert_gemm":
+        _keep_groups(found, node, x, activation_format(given.activation), given.group)
+
+
+def _slice(found: Divisible, node: fx.Node) -> None:
+    if product_of(node) is not None:
+        found.along(node, FEATURES)
+    elif len(shape(node)) == 4:
+        found.tie(node, ops.operand(node, "x"), HEADS)  # of each head
+    else:
+        _whole(found, node)
+
+
+_Rule = Callable[[Divisible, fx.Node], None]
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(PRODUCTS, _product),
+    **dict.fromkeys(SUMMED, _summed),
+    **dict.fromkeys((*ops.NORMS, "rope", "rotate_heads", "mean"), _by_head),
+    "embedding": _embedding,
+    "split_heads": _split_heads,
+    "merge_heads": _merge_heads,
+    "attention": _attention,
+    "hadamard": _hadamard,
+    "quantize_activation": _quantize_activation,
+    "slice_features": _slice,
+}
