@@ -26,7 +26,7 @@ from qcompile.artifact.writer import ArtifactWriter
 from qcompile.calibration import CalibrationSource
 from qcompile.checkpoints import frontend
 from qcompile.checkpoints.merging import addends
-from qcompile.checkpoints.tokenizer_files import tokenizer_files
+from qcompile.checkpoints.tokenizer_files import configuration_files, tokenizer_files
 from qcompile.clock import Clock, Progress, silent
 from qcompile.codegen.backend import Backend, Files
 from qcompile.codegen.cpu import build as cpu_build
@@ -202,7 +202,8 @@ def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions
     paths = [replace(path, program=backend.adapt(path.program)) for path in paths]
     planned = CompilationPlan(graphs, program, table.weights, records, bits, {}, b"", paths, drafts.lookup)
     with clock("describe"):
-        files = _small_files(planned) | (tokenizer_files(model) if isinstance(model, (str, Path)) else {})
+        kept = tokenizer_files(model) | configuration_files(model) if isinstance(model, (str, Path)) else {}
+        files = _small_files(planned) | kept
         named = Path(graphs[-1].info.name) if isinstance(model, (str, Path)) else model
         told = {"command": _command(named, schedule, drafts, options), "versions": describe.makers()}
         report = canonical_json(_report(planned, schedule) | told)

@@ -7,86 +7,29 @@ becomes one pass over one text: attention reads the keys and values of its own r
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 
 from qcompile import ops
 from qcompile.artifact import swap
-from qcompile.artifact.plain_files import read_plain
-from qcompile.artifact.reader import read_checked_manifest, read_manifest, verify
-from qcompile.errors import ArtifactError, ResourceError, UnsupportedError, UsageError
+from qcompile.artifact.packed_weights import PackedWeights
+from qcompile.artifact.reader import read_manifest
+from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.formats.kv import kv_format
-from qcompile.formats.registry import STORED_FORMATS
-from qcompile.graph import Graph, WeightStore
 from qcompile.ops.epilogues import gate
 from qcompile.ops.model import attend, key_offsets, visible, whole_keys
 from qcompile.ops.step import HeadLayout, HeadTransform, transform_heads
 
-STEP = "graphs/step.json"
 FORMATS = {"torch-mlir": "torch", "linalg": "linalg-on-tensors"}
 """Formats of `qcompile export`, with torch-mlir's names of the dialects."""
 
 Cached = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [T, Hk, D] by layer, as attention reads them back."""
-
-
-# ---- weights of an artifact --------------------------------------------------------------------------
-
-
-class _Weights:
-    """The packed weights of an artifact, unpacked for the nodes of its step graph."""
-
-    def __init__(self, root: Path) -> None:
-        manifest = read_checked_manifest(root)
-        problems = [] if STEP in manifest["files"] else [f"{STEP} is missing"]
-        if problems := problems or verify(root):
-            raise ArtifactError(f"{root} is damaged: {problems[0]}; build it again")
-        if manifest["target"].get("kind", "cpu") != "cpu":
-            raise UnsupportedError(f"export: {root} is packed for {manifest['target']['name']}; build it for a CPU")
-        self.root = root
-        self.entries = {entry["name"]: entry for entry in manifest["runtime"]["weights"]}
-        text = read_plain(root / STEP).decode()
-        self.graph = Graph.from_json(text, WeightStore())
-        self.shapes = {node["name"]: node["shapes"] for node in json.loads(text)["nodes"]}
-
-    def value(self, node: fx.Node) -> Any:
-        """The value of a weight expression: unpacked if the artifact holds it, else computed from its operands."""
-        if "packed" in node.meta:
-            return self._unpacked(node, node.meta["packed"]["kind"], node.meta["packed"]["names"])
-        if node.op == "get_attr" or not callable(node.target) or ops.name_of(node.target) == "quantize_mixed":
-            what = ops.name_of(node.target) or node.op
-            raise UnsupportedError(f"export: node {node.name}: {what} cannot be read back out of an artifact")
-        return node.target(*fx.node.map_arg(node.args, self.value))
-
-    def _unpacked(self, node: fx.Node, kind: str, names: list[str]) -> Any:
-        blobs = [self._blob(name) for name in names]
-        (shape, dtype), *_ = self.shapes[node.name]
-        format = STORED_FORMATS.get(kind)
-        if format and not format.marks_rows:
-            n, k = shape
-            return format.unpack(dict(zip(format.roles, blobs, strict=True)), n, k)
-        if kind == "transposed":
-            n, k = shape
-            return blobs[0].view(torch.float32).view(k, -1)[:, :n].t()
-        if kind == "indices":
-            return blobs[0].view(torch.int32)[: int(np.prod(shape))].long()
-        if kind not in ("vector", "flat", "table"):
-            raise UnsupportedError(f"export: node {node.name}: {kind} weights cannot be exported; take another recipe")
-        stored = torch.bfloat16 if kind == "table" and dtype == "bfloat16" else torch.float32
-        return blobs[0].view(stored)[: int(np.prod(shape))].reshape(shape)
-
-    def _blob(self, name: str) -> Tensor:
-        entry = self.entries[name]
-        path = self.root / entry["file"]
-        data = np.fromfile(path, dtype=np.uint8, count=entry["bytes"], offset=entry["offset"])
-        return torch.from_numpy(data)
 
 
 # ---- one text through the step graph --------------------------------------------------------------------
@@ -101,7 +44,7 @@ class Sequence(torch.nn.Module):
 
     def __init__(self, root: Path) -> None:
         super().__init__()
-        weights = _Weights(root)
+        weights = PackedWeights(root)
         self.graph = weights.graph
         self.leaves: dict[str, int] = {}
         for node in self.graph.nodes:
@@ -109,7 +52,7 @@ class Sequence(torch.nn.Module):
                 for source in filter(self.graph.is_weight, node.all_input_nodes):
                     self._keep(source, weights)
 
-    def _keep(self, node: fx.Node, weights: _Weights) -> None:
+    def _keep(self, node: fx.Node, weights: PackedWeights) -> None:
         if node.name in self.leaves:
             return
         value = weights.value(node)

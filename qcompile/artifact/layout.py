@@ -26,6 +26,8 @@ ADAPTERS_FILE, ADAPTER_TABLE = "adapters.safetensors", "lora.table"
 """The file about linears that adapters may change (artifact/adapted.py), and the weight by which kernels find adapters,
 of ADAPTER_TABLE_BYTES bytes, to which the runtime writes (runtime/lora/table.py)."""
 ADAPTER_TABLE_BYTES = 64
+CONFIG_FILE = "source/config.json"
+"""The configuration of the checkpoint, for exports. It is in a folder, as a folder with config.json is a checkpoint."""
 PASSES_FILE = "passes.json"
 UNSEALED = (PASSES_FILE,)
 """Files about a particular build, such as its times: they differ between builds, so no hash covers them."""

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, as an artifact stores it."""
+"""The tokenizer and the configuration of a checkpoint, as an artifact stores them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from qcompile.artifact.layout import CONFIG_FILE
 from qcompile.checkpoints.checkpoint import read_json
 from qcompile.checkpoints.hub import find
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
@@ -43,6 +44,12 @@ def tokenizer_files(model: str | Path) -> dict[str, bytes]:
         files["tokenizer.json"] = backend.to_str(pretty=False).encode()
     _check_tokenizer(directory, files)
     return files
+
+
+def configuration_files(model: str | Path) -> dict[str, bytes]:
+    """The configuration of a checkpoint, by its name in an artifact, which exports need; empty if there is none."""
+    path = find(model) / "config.json"
+    return {CONFIG_FILE: path.read_bytes()} if path.is_file() else {}
 
 
 def other_tokenizer(model: Any, draft: Any) -> bytes | None:

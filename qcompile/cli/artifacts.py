@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -58,19 +59,45 @@ def verify(out: Artifact, json: Json = False) -> None:
 @command
 def export(
     out: Artifact,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="MLIR file to write.")],
-    format: Annotated[str, typer.Option("--format", metavar="torch-mlir|linalg", help="MLIR dialect.")] = "linalg",
-    tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="Number of input tokens.")] = 16,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PATH", help="MLIR file, or new checkpoint folder, to write.")
+    ],
+    format: Annotated[
+        str,
+        typer.Option(
+            "--format", metavar="NAME", help="compressed-tensors or hf (a checkpoint), torch-mlir or linalg (MLIR)."
+        ),
+    ] = "linalg",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="Input tokens of MLIR.")] = 16,
     json: Json = False,
 ) -> None:
-    """Write an artifact's graph as MLIR: a function from the token ids of one text to its logits.
+    """Write an artifact for other programs: its weights as a checkpoint, or its graph as MLIR.
 
     \b
     Example:
+      qcompile export out/pycode --format compressed-tensors -o pycode-w4a16
       qcompile export out/pycode --format linalg -o pycode.mlir
     """
+    from qcompile.artifact.export import FORMATS
+
+    written = (_mlir if format in FORMATS else _checkpoint)(out, output, format, tokens)
+    console.print_json(written) if json else _show_export(written)
+
+
+def _mlir(out: Path, output: Path, format: str, tokens: int) -> dict[str, Any]:
     from qcompile.artifact import export as exporting
 
     size = exporting.write(out, output, format, tokens)
-    written = {"path": str(output), "format": format, "tokens": tokens, "bytes": size}
-    console.print_json(written) if json else console.show(f"{output}: {console.byte_size(size)}")
+    return {"path": str(output), "format": format, "tokens": tokens, "bytes": size}
+
+
+def _checkpoint(out: Path, output: Path, format: str, tokens: int) -> dict[str, Any]:
+    from qcompile.exports import checkpoint
+
+    return {"path": str(output), "format": format} | asdict(checkpoint.write(out, output, format))
+
+
+def _show_export(written: dict[str, Any]) -> None:
+    console.show(f"{written['path']}: {console.byte_size(written['bytes'])}")
+    for note in written.get("notes", ()):
+        console.show(f"  {note}")

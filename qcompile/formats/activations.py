@@ -89,8 +89,9 @@ def dequantize_activation(parts: Parts) -> Tensor:
 
 F32 = ActivationFormat("f32", torch.float32)
 BF16 = ActivationFormat("bf16", torch.bfloat16)
+INT8 = ActivationFormat("int8", torch.int8, 127, 0, 127, "SmoothQuant; QServe 4")
 INTEGERS = (
-    ActivationFormat("int8", torch.int8, 127, 0, 127, "SmoothQuant; QServe 4"),
+    INT8,
     ActivationFormat("int8_g128", torch.int8, 127, ACTIVATION_GROUP, 127, "MixLLM 3.1"),
     ActivationFormat("int4", torch.int8, 7, 0, 7, "QuaRot 4"),
     ActivationFormat("int4_g128", torch.int8, 7, ACTIVATION_GROUP, 7, "Atom 4.2"),

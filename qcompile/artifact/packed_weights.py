@@ -1,0 +1,77 @@
+"""The weights of an artifact, read back: the tensors that its packed weights stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from qcompile import ops
+from qcompile.artifact.plain_files import read_plain
+from qcompile.artifact.reader import read_checked_manifest, verify
+from qcompile.errors import ArtifactError, UnsupportedError
+from qcompile.formats.registry import STORED_FORMATS
+from qcompile.graph import Graph, WeightStore
+
+STEP = "graphs/step.json"
+
+
+class PackedWeights:
+    """The packed weights of an artifact for a CPU, unpacked for the nodes of its step graph.
+
+    Raises UsageError or ArtifactError if there is no intact artifact at `root`, UnsupportedError if it is for a GPU.
+    """
+
+    def __init__(self, root: Path) -> None:
+        manifest = read_checked_manifest(root)
+        problems = [] if STEP in manifest["files"] else [f"{STEP} is missing"]
+        if problems := problems or verify(root):
+            raise ArtifactError(f"{root} is damaged: {problems[0]}; build it again")
+        if manifest["target"].get("kind", "cpu") != "cpu":
+            raise UnsupportedError(f"export: {root} is packed for {manifest['target']['name']}; build it for a CPU")
+        self.root = root
+        self.entries = {entry["name"]: entry for entry in manifest["runtime"]["weights"]}
+        text = read_plain(root / STEP).decode()
+        self.graph = Graph.from_json(text, WeightStore())
+        self.shapes = {node["name"]: node["shapes"] for node in json.loads(text)["nodes"]}
+
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each weight node by its name; of the first part where there are several."""
+        return {name: tuple(shapes[0][0]) for name, shapes in self.shapes.items() if shapes}
+
+    def value(self, node: fx.Node) -> Any:
+        """The value of a weight expression: unpacked if the artifact holds it, else computed from its operands."""
+        if "packed" in node.meta:
+            return self._unpacked(node, node.meta["packed"]["kind"], node.meta["packed"]["names"])
+        if node.op == "get_attr" or not callable(node.target) or ops.name_of(node.target) == "quantize_mixed":
+            what = ops.name_of(node.target) or node.op
+            raise UnsupportedError(f"export: node {node.name}: {what} cannot be read back out of an artifact")
+        return node.target(*fx.node.map_arg(node.args, self.value))
+
+    def _unpacked(self, node: fx.Node, kind: str, names: list[str]) -> Any:
+        blobs = [self._blob(name) for name in names]
+        (shape, dtype), *_ = self.shapes[node.name]
+        format = STORED_FORMATS.get(kind)
+        if format and not format.marks_rows:
+            n, k = shape
+            return format.unpack(dict(zip(format.roles, blobs, strict=True)), n, k)
+        if kind == "transposed":
+            n, k = shape
+            return blobs[0].view(torch.float32).view(k, -1)[:, :n].t()
+        if kind == "indices":
+            return blobs[0].view(torch.int32)[: int(np.prod(shape))].long()
+        if kind not in ("vector", "flat", "table"):
+            raise UnsupportedError(f"export: node {node.name}: {kind} weights cannot be exported; take another recipe")
+        stored = torch.bfloat16 if kind == "table" and dtype == "bfloat16" else torch.float32
+        return blobs[0].view(stored)[: int(np.prod(shape))].reshape(shape)
+
+    def _blob(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        path = self.root / entry["file"]
+        data = np.fromfile(path, dtype=np.uint8, count=entry["bytes"], offset=entry["offset"])
+        return torch.from_numpy(data)

@@ -1,0 +1,1 @@
+"""Checkpoints in the formats of other engines, written from the weights of an artifact."""

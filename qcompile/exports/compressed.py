@@ -1,0 +1,75 @@
+"""Weights as compressed-tensors stores them, which vLLM and transformers read; see checkpoints/stored/compressed.py.
+
+Scales stay in float32: vLLM rounds them to the type of the activations when it loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcompile.exports.layout import StoredLayout, pack_words
+from qcompile.formats.activations import INT8
+from qcompile.formats.asymmetric import W4_ASYM_G128
+from qcompile.formats.symmetric import W8_SYM_CHANNEL
+from qcompile.formats.weight import WeightFormat
+
+METHOD = "compressed-tensors"
+
+
+def _config(format: str, weights: dict[str, Any], activations: dict[str, Any] | None, floats: Sequence[str]) -> Any:
+    """The quantization_config of a checkpoint whose linears, but for `floats`, are stored one way."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": METHOD,
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"format": format}},
+        "ignore": list(floats),
+        "kv_cache_scheme": None,
+    }
+
+
+def _integers(bits: int, symmetric: bool, strategy: str, group: int | None = None, dynamic: bool = False) -> Any:
+    """How numbers are rounded, as compressed-tensors describes it."""
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": strategy,
+        "group_size": group,
+        "dynamic": dynamic,
+    }
+
+
+def _pack(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Codes uint8 [n, k], scale f32 [n, groups] and zero uint8 [n, groups] of w4_asym_g128."""
+    return {
+        "weight_packed": pack_words(parts["codes"], 1),
+        "weight_scale": parts["scale"],
+        "weight_zero_point": pack_words(parts["zero"], 0),
+        "weight_shape": torch.tensor(parts["codes"].shape),
+    }
+
+
+def _pack_config(floats: Sequence[str]) -> Any:
+    return _config("pack-quantized", _integers(4, False, "group", W4_ASYM_G128.group), None, floats)
+
+
+def _bytes(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Codes int8 [n, k] and scale f32 [n] of w8_sym_channel."""
+    return {"weight": parts["codes"], "weight_scale": parts["scale"][:, None]}
+
+
+def _bytes_config(floats: Sequence[str]) -> Any:
+    return _config("int-quantized", _integers(8, True, "channel"), _integers(8, True, "token", dynamic=True), floats)
+
+
+COMPRESSED: dict[WeightFormat, StoredLayout] = {
+    W4_ASYM_G128: StoredLayout(_pack, _pack_config, inputs=W4_ASYM_G128.group),
+    W8_SYM_CHANNEL: StoredLayout(_bytes, _bytes_config, activation=INT8.name),
+}
+"""How compressed-tensors stores weights of our formats."""

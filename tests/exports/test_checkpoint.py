@@ -1,0 +1,188 @@
+"""Artifacts written as checkpoints: what our reader and transformers read is what the artifact computes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from qcompile import check, ops, pipeline
+from qcompile.artifact.export import Sequence
+from qcompile.artifact.layout import CONFIG_FILE
+from qcompile.artifact.packed_weights import PackedWeights
+from qcompile.checkpoints.stored import formats
+from qcompile.codegen.cpu import compiler
+from qcompile.errors import UnsupportedError, UsageError
+from qcompile.exports import checkpoint
+from qcompile.exports.layout import pack_words
+from qcompile.formats.activations import F32
+from tests.conftest import SAMPLE
+from tests.support.graphs import decoder
+
+ALIKE = 2e-5
+"""Sums of float32 in another order; the weights are the same numbers."""
+UNCHANGED = {f"{name}.enabled": "false" for name in ("rotate", "fold_norms", "smooth_attention")}
+"""Options that leave the values of weights to rounding alone."""
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]])
+
+
+def save_model(path: Path, **other: Any) -> Path:
+    """A Llama of 2 layers with random bfloat16 weights, and a tokenizer."""
+    settings = {
+        "vocab_size": 160,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**settings | other)).to(torch.bfloat16).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SAMPLE / name, path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def built(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
+    """Artifacts by recipe, with kernels that are not compiled: exports read weights and graphs only."""
+    made: dict[str, Path] = {}
+
+    def build(recipe: str, source: Path | None = None, **options: Any) -> Path:
+        key = f"{recipe} {source} {options}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("artifact") / "out"
+            exact = {"cache.format": "kv32"} | options.pop("options", {})
+            pipeline.build(source or model, made[key], recipe=recipe, options=exact, **options)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "compile", lambda source, target, given_up: b"")
+        yield build
+
+
+def logits(artifact: Path) -> Tensor:
+    """Logits [T, vocab] of an artifact's weights for IDS, without the rounding of activations."""
+    with torch.no_grad():
+        sequence = Sequence(artifact)
+        for node in sequence.graph.calls("quantize_activation", "norm_quantize"):
+            ops.set_operands(node, **{"dtype" if ops.has_operand(node, "dtype") else "kind": F32.name})
+        return sequence(IDS[0])
+
+
+def read_back(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint in float32 by our own reader of stored formats."""
+    stored = formats.open_checkpoint(folder)
+    return {name: stored.load(name) for name in stored}
+
+
+def by_transformers(folder: Path) -> Tensor:
+    """Logits [T, vocab] of transformers' model with the numbers of a checkpoint, for IDS."""
+    config = LlamaConfig.from_pretrained(folder)
+    config.__dict__.pop("quantization_config", None)
+    tensors = read_back(folder)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    found = plain.load_state_dict(tensors, strict=False)
+    assert not found.unexpected_keys and set(found.missing_keys) <= {"lm_head.weight"}
+    with torch.no_grad():
+        return plain(IDS).logits[0]
+
+
+def parts(artifact: Path) -> dict[str, list[Tensor]]:
+    """The parts of the rounded weights of an artifact, by name of node."""
+    weights = PackedWeights(artifact)
+    return {node.name: weights.value(node) for node in weights.graph.calls("quantize_weight")}
+
+
+@pytest.mark.parametrize(("recipe", "format"), [("w4a16", "compressed-tensors"), ("w8a8", "compressed-tensors")])
+def test_a_checkpoint_holds_the_weights_of_the_artifact(
+    recipe: str, format: str, built: Callable[..., Path], tmp_path: Path
+) -> None:
+    artifact, out = built(recipe), tmp_path / "out"
+    written = checkpoint.write(artifact, out, format)
+    assert (written.rounded, written.floats) == (14, 7)
+    assert check.max_relative_error(by_transformers(out), logits(artifact)) < ALIKE
+    again = parts(built(recipe, out))
+    for name, (codes, *others) in parts(artifact).items():
+        assert torch.equal(again[name][0], codes), name
+        for one, other in zip(again[name][1:], others, strict=True):
+            torch.testing.assert_close(one, other, rtol=3e-7, atol=0)  # of products that float32 rounds
+
+
+def test_a_head_that_differs_is_no_longer_tied(built: Callable[..., Path], tmp_path: Path) -> None:
+    written = checkpoint.write(built("w4a16"), tmp_path / "a", "compressed-tensors")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False and config["quantization_config"]["ignore"] == ["lm_head"]
+    assert written.notes[0].startswith("lm_head.weight: w8_sym_channel")
+    checkpoint.write(built("w4a16", head_dtype="bf16"), tmp_path / "b", "compressed-tensors")
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in read_back(tmp_path / "b")
+
+
+@pytest.mark.parametrize("recipe", ["qserve", "nested"])
+def test_any_weights_are_written_as_floats(recipe: str, built: Callable[..., Path], tmp_path: Path) -> None:
+    artifact = built(recipe, options=UNCHANGED)
+    assert checkpoint.write(artifact, tmp_path / "out", "hf").rounded == 0
+    with torch.no_grad():
+        made = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(IDS).logits[0]
+    assert check.max_relative_error(made, logits(artifact)) < ALIKE
+
+
+def test_what_a_format_cannot_hold_is_named(built: Callable[..., Path], model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(UnsupportedError, match=r"v_proj.weight is in qoq_g128, and compressed-tensors holds w4_asym"):
+        checkpoint.write(built("qserve", options=UNCHANGED), out, "compressed-tensors")
+    odd = save_model(tmp_path / "odd", hidden_size=64, num_hidden_layers=1)
+    with pytest.raises(UnsupportedError, match="has 64 inputs, and compressed-tensors holds multiples of 128"):
+        checkpoint.write(built("w4a16", odd), out, "compressed-tensors")
+    rotated = built("w4a16", options={"fold_norms.enabled": "true"})
+    with pytest.raises(UnsupportedError, match="has changed a weight"):
+        checkpoint.write(rotated, out, "hf")
+    pipeline.build(decoder(layers=1), tmp_path / "module", recipe="w8a8")
+    with pytest.raises(UnsupportedError, match=CONFIG_FILE):
+        checkpoint.write(tmp_path / "module", out, "hf")
+    with pytest.raises(UsageError, match=r"gguff is unknown; .*hf"):
+        checkpoint.write(built("w4a16"), out, "gguff")
+    with pytest.raises(UsageError, match="exists: choose another"):
+        checkpoint.write(built("w4a16"), model, "hf")
+    assert not out.exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_weights_are_split_over_files(
+    built: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.write(built("w8a8"), tmp_path / "one", "compressed-tensors")
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 100_000)
+    checkpoint.write(built("w8a8"), tmp_path / "many", "compressed-tensors")
+    assert len(list((tmp_path / "many").glob("model-*-of-*.safetensors"))) > 2
+    one, many = read_back(tmp_path / "one"), read_back(tmp_path / "many")
+    assert one.keys() == many.keys() and all(torch.equal(one[name], many[name]) for name in one)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_codes_are_packed_in_order(dim: int) -> None:
+    codes = torch.randint(0, 16, (19, 13), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    words = pack_words(codes, dim)
+    assert words.dtype == torch.int32 and words.shape[dim] == -(-codes.shape[dim] // 8)
+    for row in range(19):
+        for column in range(13):
+            place = (row, column)[dim]
+            at = [row, column]
+            at[dim] //= 8
+            assert (int(words[*at]) >> (4 * (place % 8))) & 15 == codes[row, column]
