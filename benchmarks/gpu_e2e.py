@@ -174,8 +174,11 @@ class Opened:
         torch.cuda.empty_cache()
 
 
-def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192, rows: int = STEP_TOKENS["cuda"]) -> Opened:
-    """`recipe` for the checkpoint, with pages for so many `tokens` in sequences of at most `context`."""
+def open_random(
+    recipe: str, folder: Path, tokens: int, context: int = 8192, rows: int = STEP_TOKENS["cuda"], slots: int = 0
+) -> Opened:
+    """`recipe` for the checkpoint, with pages for so many `tokens` in sequences of at most `context`, and `slots` of
+    recurrent states if it has any."""
     machine = targets.get_target(this_target())
     started = time.perf_counter()
     found = pipeline.plan(folder, target=machine.name, recipe=recipe)
@@ -190,15 +193,18 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192, row
         module = gpu.module(cubin, lambda: b"", print)
         functions[label] = gpu.function(module, kernel["function"], kernel["shared_bytes"])
     blobs = [(name, size) for weight in found.weights for name, size in weight.blobs]
-    biases = {getattr(call, "bias", None) for program in found.programs.values() for call in program.calls}
+    calls = [call for program in found.programs.values() for call in program.calls]
+    constant = {getattr(call, "bias", None): 0.0 for call in calls}
+    constant |= {getattr(call, "rates", None): -0.1 for call in calls}  # of decay: states would grow without bound
     memory = [
-        torch.zeros(size // 4, device="cuda") if name in biases else random_weight(name, size) for name, size in blobs
+        torch.full((size // 4,), constant[name], device="cuda") if name in constant else random_weight(name, size)
+        for name, size in blobs
     ]
     addresses = {name: tensor.data_ptr() for (name, _), tensor in zip(blobs, memory, strict=True)}
     torch.cuda.synchronize()
     kv = found.program.kv
     sizes = found.program.vocab_size, kv.page_tokens, context, kv.ring_tokens
-    limits = Limits(rows, *sizes, most_outputs=MOST_OUTPUTS)
+    limits = Limits(rows, *sizes, slots=slots, most_outputs=MOST_OUTPUTS)
     pages = -(-tokens // context) * limits.pages_for(context)
     target = CudaExecutor(gpu, plans[0], functions, addresses, pages, limits)
     cache = torch.as_tensor(View(target.memory.cache, target.memory.layer_places[-1]), device="cuda")
@@ -220,7 +226,7 @@ def open_random(recipe: str, folder: Path, tokens: int, context: int = 8192, row
 def sequences(executor: CudaExecutor, batch: int, context: int, room: int) -> list[Rows]:
     """One row each of `batch` sequences with so many tokens behind it, and pages for `room` more."""
     each = executor.limits.pages_for(context + room)
-    return [Rows([100 + i], context, range(i * each, (i + 1) * each), 1) for i in range(batch)]
+    return [Rows([100 + i], context, range(i * each, (i + 1) * each), 1, slot=i) for i in range(batch)]
 
 
 def decode_rate(executor: CudaExecutor, batch: int, context: int = CONTEXT, steps: int = STEPS) -> float:
