@@ -39,7 +39,7 @@ class Sequence(torch.nn.Module):
     """The model of the artifact at `root`: token_ids int64 [T], a text from its start -> logits f32 [T, vocab].
 
     Raises UsageError or ArtifactError if there is no intact artifact, and UnsupportedError with the node for weights
-    that cannot be unpacked (mix_4_8).
+    that cannot be unpacked.
     """
 
     def __init__(self, root: Path) -> None:

@@ -14,7 +14,9 @@ from qcompile import ops
 from qcompile.artifact.plain_files import read_plain
 from qcompile.artifact.reader import read_checked_manifest, verify
 from qcompile.errors import ArtifactError, UnsupportedError
+from qcompile.formats import mixed_layout
 from qcompile.formats.registry import STORED_FORMATS
+from qcompile.formats.rounding import Parts
 from qcompile.graph import Graph, WeightStore
 
 STEP = "graphs/step.json"
@@ -48,10 +50,19 @@ class PackedWeights:
         """The value of a weight expression: unpacked if the artifact holds it, else computed from its operands."""
         if "packed" in node.meta:
             return self._unpacked(node, node.meta["packed"]["kind"], node.meta["packed"]["names"])
-        if node.op == "get_attr" or not callable(node.target) or ops.name_of(node.target) == "quantize_mixed":
-            what = ops.name_of(node.target) or node.op
-            raise UnsupportedError(f"export: node {node.name}: {what} cannot be read back out of an artifact")
+        if ops.name_of(node.target) == "quantize_mixed":
+            return self._mixed(node)
+        if node.op == "get_attr" or not callable(node.target):
+            raise UnsupportedError(f"export: node {node.name}: {node.op} cannot be read back out of an artifact")
         return node.target(*fx.node.map_arg(node.args, self.value))
+
+    def _mixed(self, node: fx.Node) -> Parts:
+        """The parts of a weight with rows of two widths. How it is packed is noted at the weight that is rounded."""
+        given: fx.Node = ops.operand(node, "w")
+        blobs = dict(zip(mixed_layout.ROLES, map(self._blob, given.meta["packed"]["names"]), strict=True))
+        pairs = any(ops.operand(user, "epilogue") in ops.GATED for user in node.users)
+        n, k = self.row_shapes[node.name]
+        return mixed_layout.unpack(blobs, n, k, pairs)
 
     def _unpacked(self, node: fx.Node, kind: str, names: list[str]) -> Any:
         blobs = [self._blob(name) for name in names]

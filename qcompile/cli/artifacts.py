@@ -65,7 +65,9 @@ def export(
     format: Annotated[
         str,
         typer.Option(
-            "--format", metavar="NAME", help="compressed-tensors or hf (a checkpoint), torch-mlir or linalg (MLIR)."
+            "--format",
+            metavar="NAME",
+            help="A checkpoint: compressed-tensors, gptq, awq or hf. MLIR: linalg or torch-mlir.",
         ),
     ] = "linalg",
     tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="Input tokens of MLIR.")] = 16,

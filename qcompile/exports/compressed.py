@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcompile.exports.layout import StoredLayout, pack_words
+from qcompile.exports.layout import StoredLayout, pack_halves, pack_words
 from qcompile.formats.activations import INT8
 from qcompile.formats.asymmetric import W4_ASYM_G128
+from qcompile.formats.mxfp4 import MXFP4
+from qcompile.formats.nvfp4 import NVFP4
 from qcompile.formats.symmetric import W8_SYM_CHANNEL
 from qcompile.formats.weight import WeightFormat
 
@@ -55,7 +57,7 @@ def _pack(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _pack_config(floats: Sequence[str]) -> Any:
+def _pack_config(floats: Sequence[str], head: str | None) -> Any:
     return _config("pack-quantized", _integers(4, False, "group", W4_ASYM_G128.group), None, floats)
 
 
@@ -64,12 +66,50 @@ def _bytes(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"weight": parts["codes"], "weight_scale": parts["scale"][:, None]}
 
 
-def _bytes_config(floats: Sequence[str]) -> Any:
+def _bytes_config(floats: Sequence[str], head: str | None) -> Any:
     return _config("int-quantized", _integers(8, True, "channel"), _integers(8, True, "token", dynamic=True), floats)
+
+
+def _floats(strategy: str, group: int, scale: str) -> Any:
+    """How E2M1 elements are rounded, as compressed-tensors describes it; `scale` is the type of their scales."""
+    return {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": strategy,
+        "group_size": group,
+        "dynamic": False,
+        "scale_dtype": scale,
+    }
+
+
+def _mxfp4(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Codes uint8 [n, k] and exponent uint8 [n, groups] of mxfp4."""
+    return {"weight_packed": pack_halves(parts["codes"]), "weight_scale": parts["exponent"]}
+
+
+def _mxfp4_config(floats: Sequence[str], head: str | None) -> Any:
+    return _config("mxfp4-pack-quantized", _floats("group", MXFP4.group, "torch.uint8"), None, floats)
+
+
+def _nvfp4(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Codes uint8 [n, k], group_scale uint8 [n, groups], the bits of E4M3, and scale f32 [1] of nvfp4."""
+    return {
+        "weight_packed": pack_halves(parts["codes"]),
+        "weight_scale": parts["group_scale"].view(torch.float8_e4m3fn),
+        "weight_global_scale": parts["scale"],
+    }
+
+
+def _nvfp4_config(floats: Sequence[str], head: str | None) -> Any:
+    weights = _floats("tensor_group", NVFP4.group, "torch.float8_e4m3fn")
+    return _config("nvfp4-pack-quantized", weights, None, floats)
 
 
 COMPRESSED: dict[WeightFormat, StoredLayout] = {
     W4_ASYM_G128: StoredLayout(_pack, _pack_config, inputs=W4_ASYM_G128.group),
     W8_SYM_CHANNEL: StoredLayout(_bytes, _bytes_config, activation=INT8.name),
+    MXFP4: StoredLayout(_mxfp4, _mxfp4_config, inputs=MXFP4.group),
+    NVFP4: StoredLayout(_nvfp4, _nvfp4_config, inputs=NVFP4.group),
 }
 """How compressed-tensors stores weights of our formats."""

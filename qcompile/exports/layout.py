@@ -18,16 +18,21 @@ class StoredLayout:
     """How a format of checkpoints stores weights of one of our formats.
 
     `tensors` makes the file's tensors from the parts of a weight by role; their names go after that of the module.
-    `config` makes quantization_config, given the linears that stay floating-point numbers. The numbers of inputs and
-    outputs of a weight must be multiples of `inputs` and `outputs`. `activation` is the format of activations that the
-    configuration asks for, if it does.
+    `config` makes quantization_config, given the linears that stay floating-point numbers, and which of them is the
+    output head. The numbers of inputs and outputs of a weight must be multiples of `inputs` and `outputs`. `activation`
+    is the format of activations that the configuration asks for, if it does.
     """
 
     tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-    config: Callable[[Sequence[str]], dict[str, Any]]
+    config: Callable[[Sequence[str], str | None], dict[str, Any]]
     inputs: int = 1
     outputs: int = 1
     activation: str = ""
+
+
+def pack_halves(codes: Tensor) -> Tensor:
+    """4-bit codes uint8 [n, k] -> uint8 [n, k / 2], the earlier input in the low half."""
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
 
 
 def pack_words(codes: Tensor, dim: int, places: Sequence[int] = range(0, WORD, 4)) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qcompile.errors import UnsupportedError
 from qcompile.exports.compressed import COMPRESSED
+from qcompile.exports.grouped import AWQ, GPTQ
 from qcompile.exports.layout import StoredLayout
 from qcompile.exports.parameters import Parameters
 from qcompile.exports.tensors import Tensors
@@ -19,8 +20,15 @@ from qcompile.formats.activations import BF16, F32
 from qcompile.formats.weight import WeightFormat
 
 FLOATS = "hf"
-LAYOUTS: dict[str, Mapping[WeightFormat, StoredLayout]] = {"compressed-tensors": COMPRESSED, FLOATS: {}}
+LAYOUTS: dict[str, Mapping[WeightFormat, StoredLayout]] = {
+    "compressed-tensors": COMPRESSED,
+    "gptq": GPTQ,
+    "awq": AWQ,
+    FLOATS: {},
+}
 """How each format of checkpoints stores weights of our formats. In FLOATS all weights are floating-point numbers."""
+MOST_ROWS = 8
+"""Rows that an error lists."""
 ELSE = f"--format {FLOATS} writes it as floating-point numbers"
 
 
@@ -28,7 +36,8 @@ ELSE = f"--format {FLOATS} writes it as floating-point numbers"
 class ExportPlan:
     """The tensors of a checkpoint: those in `rounded` are stored by `layout`, those in `floats` as numbers.
 
-    `untied` is the output head's tensor, if it was tied to the embedding's and now differs.
+    `ignored` are the linears among these, and `head` is the output head. `untied` is its tensor, if it was tied to the
+    embedding's and now differs.
     """
 
     tensors: Tensors
@@ -36,6 +45,7 @@ class ExportPlan:
     rounded: list[str]
     floats: list[str]
     ignored: list[str]
+    head: str | None
     untied: str | None
     notes: list[str]
 
@@ -44,7 +54,7 @@ class ExportPlan:
         made = copy.deepcopy(dict(config))
         made.pop("quantization_config", None)
         if self.layout is not None:
-            made["quantization_config"] = self.layout.config(self.ignored)
+            made["quantization_config"] = self.layout.config(self.ignored, self.head)
         if self.untied:
             for part in (made, *(part for part in made.values() if isinstance(part, dict))):
                 if part is made or "tie_word_embeddings" in part:
@@ -69,7 +79,7 @@ def make_plan(format: str, tensors: Tensors, parameters: Parameters) -> ExportPl
     layouts, formats = LAYOUTS[format], {name: tensors.formats(name) for name in tensors.rows}
     rounded = [] if format == FLOATS else [name for name in tensors.rows if formats[name] and name != parameters.head]
     for name in rounded:
-        _check(format, layouts, name, formats[name], parameters)
+        _check(format, layouts, name, tensors, parameters)
     kinds = {kind for name in rounded for kind in formats[name]}
     if len(kinds) > 1:
         raise UnsupportedError(f"export: {format} holds weights of one format, and there are {_names(kinds)}; {ELSE}")
@@ -81,18 +91,23 @@ def make_plan(format: str, tensors: Tensors, parameters: Parameters) -> ExportPl
     ignored = [name.removesuffix(".weight") for name in floats if name in parameters.linears]
     untied = next((name for name in floats if len(set(parameters.alike(name)) & set(floats)) > 1), None)
     notes = list(_notes(tensors, parameters, layout, rounded))
-    return ExportPlan(tensors, layout, rounded, floats, ignored, untied and parameters.head, notes)
+    head = parameters.head.removesuffix(".weight") if parameters.head else None
+    return ExportPlan(tensors, layout, rounded, floats, ignored, head, untied and parameters.head, notes)
 
 
 def _check(
     format: str,
     layouts: Mapping[WeightFormat, StoredLayout],
     name: str,
-    kinds: set[WeightFormat],
+    tensors: Tensors,
     parameters: Parameters,
 ) -> None:
-    """Raise UnsupportedError unless `format` can hold the tensor, whose rows have the formats `kinds`."""
+    """Raise UnsupportedError unless `format` can hold the tensor."""
+    kinds = tensors.formats(name)
     held = ", ".join(kind.name for kind in layouts)
+    mixed = [kind for kind in kinds if kind.marks_rows]
+    if mixed:
+        raise UnsupportedError(f"export: {name}: {_rows_of(tensors, name)}; {format} holds one format a linear; {ELSE}")
     if not kinds <= set(layouts):
         raise UnsupportedError(f"export: {name} is in {_names(kinds)}, and {format} holds {held}; {ELSE}")
     if name not in parameters.linears:
@@ -104,6 +119,13 @@ def _check(
             raise UnsupportedError(
                 f"export: {name} has {size} {what}, and {format} holds multiples of {multiple}; {ELSE}"
             )
+
+
+def _rows_of(tensors: Tensors, name: str) -> str:
+    """Which rows of a tensor have 8 bits and which 4."""
+    wide = tensors.parts(name)["wide"].nonzero().flatten().tolist()
+    shown = ", ".join(map(str, wide[:MOST_ROWS])) + (", ..." if len(wide) > MOST_ROWS else "")
+    return f"{len(wide)} of its {tensors.shapes[name][0]} rows have 8 bits ({shown}), the others 4"
 
 
 def _names(kinds: set[WeightFormat]) -> str:

@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import Tensor, fx
 
+from qcompile import ops
 from qcompile.artifact.packed_weights import PackedWeights
 from qcompile.exports.origins import TensorRows
 from qcompile.formats.registry import STORED_FORMATS
@@ -42,7 +43,7 @@ class Tensors:
         for piece in self.rows[name]:
             for part, value in zip(format.parts, self._value(piece.node), strict=True):
                 if part.per is Per.TENSOR:
-                    found[part.role] = value
+                    found[part.role] = value.clone()  # a file's tensors share no memory
                     continue
                 rows = value[piece.rows]
                 shape = (self.shapes[name][0], *rows.shape[1:])
@@ -73,4 +74,6 @@ class Tensors:
 
 def format_of(node: fx.Node) -> WeightFormat | None:
     """The format of a packed weight; None for vectors and tables."""
+    if ops.name_of(node.target) == "quantize_mixed":  # whose packing is noted at what it rounds
+        node = ops.operand(node, "w")
     return STORED_FORMATS.get(node.meta["packed"]["kind"]) if "packed" in node.meta else None

@@ -12,9 +12,12 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from qcompile.formats.blocks import BYTES, NIBBLES, as_blob, blob_bytes, padded_inputs
+from qcompile.formats.blocks import BYTES, NIBBLES, as_blob, blob_bytes, padded_inputs, unpack_side
 from qcompile.formats.mixed import EIGHT_BIT_ZERO
 from qcompile.formats.rounding import Parts, groups_of
+
+ROLES = ("codes", "scale", "zero", "columns", "starts")
+"""The roles of the blobs of a packed weight, in order."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,37 @@ def pack(parts: Parts, order: Layout) -> dict[str, Tensor]:
         "columns": as_blob(order.columns.int()),
         "starts": as_blob(starts),
     }
+
+
+def unpack(blobs: dict[str, Tensor], n: int, k: int, pairs: bool) -> Parts:
+    """The parts of a mixed weight [n, k] from the blobs of `pack`; `pairs` as in `row_layout`."""
+    columns = blobs["columns"].view(torch.int32).view(-1, 16)
+    blocks, groups = len(columns), groups_of(padded_inputs(k), 128)
+    starts = blobs["starts"].view(torch.int32)[: blocks + 1].long()
+    rows = columns.long()
+    if pairs:  # blocks of gate and up in alternation
+        up = torch.arange(blocks)[:, None] % 2
+        rows = torch.where(columns >= 0, columns // 16 * 32 + columns % 16 + 16 * up, -1).long()
+    wide_blocks = starts.diff() == 2
+    unit = padded_inputs(k) * 8
+    stored = blobs["codes"][: int(starts[-1]) * unit].view(-1, unit)
+    codes = torch.zeros(n, k, dtype=torch.uint8)
+    for wide, layout in ((False, NIBBLES), (True, BYTES)):
+        chosen = wide_blocks == wide
+        if not bool(chosen.any()):
+            continue
+        units = (starts[:-1][chosen][:, None] + torch.arange(1 + wide)).flatten()
+        found = layout.unpack(stored[units].flatten(), 16 * int(chosen.sum()), k).to(torch.int16)
+        real = rows[chosen].flatten() >= 0
+        codes[rows[chosen].flatten()[real]] = (found + EIGHT_BIT_ZERO * wide).to(torch.uint8)[real]
+    real = rows.flatten() >= 0
+    sides = []
+    for role, dtype in (("scale", torch.float32), ("zero", torch.uint8)):
+        side = unpack_side(blobs[role], (16 * blocks, groups), dtype)
+        sides.append(torch.zeros(n, groups, dtype=dtype).index_copy(0, rows.flatten()[real], side[real]))
+    marked = torch.zeros(n, dtype=torch.bool)
+    marked[rows[wide_blocks][rows[wide_blocks] >= 0]] = True
+    return [codes, *sides, marked]
 
 
 def _rows(part: Tensor, rows: Tensor, fill: int) -> Tensor:

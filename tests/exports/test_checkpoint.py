@@ -17,11 +17,15 @@ from qcompile import check, ops, pipeline
 from qcompile.artifact.export import Sequence
 from qcompile.artifact.layout import CONFIG_FILE
 from qcompile.artifact.packed_weights import PackedWeights
+from qcompile.checkpoints.configuration import read_config
 from qcompile.checkpoints.stored import formats
 from qcompile.codegen.cpu import compiler
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.exports import checkpoint
 from qcompile.exports.layout import pack_words
+from qcompile.exports.origins import origins
+from qcompile.exports.parameters import Parameters
+from qcompile.exports.tensors import Tensors
 from qcompile.formats.activations import F32
 from tests.conftest import SAMPLE
 from tests.support.graphs import decoder
@@ -104,13 +108,31 @@ def by_transformers(folder: Path) -> Tensor:
         return plain(IDS).logits[0]
 
 
+def tensors_of(artifact: Path) -> Tensors:
+    """The tensors of the checkpoint in an artifact."""
+    weights, parameters = PackedWeights(artifact), Parameters(read_config(artifact / "source"))
+    rows = parameters.assigned(origins(weights.graph, weights.row_shapes))
+    return Tensors(weights, rows, parameters.shapes)
+
+
 def parts(artifact: Path) -> dict[str, list[Tensor]]:
-    """The parts of the rounded weights of an artifact, by name of node."""
+    """The parts of the rounded weights in groups of an artifact, by name of node."""
     weights = PackedWeights(artifact)
-    return {node.name: weights.value(node) for node in weights.graph.calls("quantize_weight")}
+    values = {node.name: weights.value(node) for node in weights.graph.calls("quantize_weight")}
+    return {name: value for name, value in values.items() if len(value) == 3}
 
 
-@pytest.mark.parametrize(("recipe", "format"), [("w4a16", "compressed-tensors"), ("w8a8", "compressed-tensors")])
+HELD = [
+    ("w4a16", "compressed-tensors"),
+    ("w4a16", "gptq"),
+    ("w4a16", "awq"),
+    ("w8a8", "compressed-tensors"),
+    ("mxfp4", "compressed-tensors"),
+    ("nvfp4", "compressed-tensors"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "format"), HELD)
 def test_a_checkpoint_holds_the_weights_of_the_artifact(
     recipe: str, format: str, built: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -118,11 +140,22 @@ def test_a_checkpoint_holds_the_weights_of_the_artifact(
     written = checkpoint.write(artifact, out, format)
     assert (written.rounded, written.floats) == (14, 7)
     assert check.max_relative_error(by_transformers(out), logits(artifact)) < ALIKE
-    again = parts(built(recipe, out))
-    for name, (codes, *others) in parts(artifact).items():
-        assert torch.equal(again[name][0], codes), name
-        for one, other in zip(again[name][1:], others, strict=True):
-            torch.testing.assert_close(one, other, rtol=3e-7, atol=0)  # of products that float32 rounds
+    found, tensors = read_back(out), tensors_of(artifact)
+    for name in tensors.rows:
+        assert torch.equal(found[name], tensors.floats(name)), name
+        for kind in tensors.formats(name):
+            if recipe != "nvfp4":  # whose scale of the tensor belongs to joined projections
+                assert torch.equal(kind.quantize(found[name])[0], tensors.parts(name)["codes"]), name
+
+
+def test_a_checkpoint_is_built_with_the_same_codes(built: Callable[..., Path], tmp_path: Path) -> None:
+    artifact = built("w4a16")
+    checkpoint.write(artifact, tmp_path / "out", "compressed-tensors")
+    again = parts(built("w4a16", tmp_path / "out"))
+    for name, (codes, scale, zero) in parts(artifact).items():
+        found = again[name]
+        assert torch.equal(found[0], codes) and torch.equal(found[2], zero), name
+        torch.testing.assert_close(found[1], scale, rtol=3e-7, atol=0)  # of products that float32 rounds
 
 
 def test_a_head_that_differs_is_no_longer_tied(built: Callable[..., Path], tmp_path: Path) -> None:
@@ -135,7 +168,7 @@ def test_a_head_that_differs_is_no_longer_tied(built: Callable[..., Path], tmp_p
     assert "lm_head.weight" not in read_back(tmp_path / "b")
 
 
-@pytest.mark.parametrize("recipe", ["qserve", "nested"])
+@pytest.mark.parametrize("recipe", ["qserve", "nested", "mixllm"])
 def test_any_weights_are_written_as_floats(recipe: str, built: Callable[..., Path], tmp_path: Path) -> None:
     artifact = built(recipe, options=UNCHANGED)
     assert checkpoint.write(artifact, tmp_path / "out", "hf").rounded == 0
@@ -148,6 +181,10 @@ def test_what_a_format_cannot_hold_is_named(built: Callable[..., Path], model: P
     out = tmp_path / "out"
     with pytest.raises(UnsupportedError, match=r"v_proj.weight is in qoq_g128, and compressed-tensors holds w4_asym"):
         checkpoint.write(built("qserve", options=UNCHANGED), out, "compressed-tensors")
+    with pytest.raises(
+        UnsupportedError, match=r"_proj.weight: \d+ of its \d+ rows have 8 bits \(\d+, .*\), the others 4"
+    ):
+        checkpoint.write(built("mixllm", options=UNCHANGED), out, "awq")
     odd = save_model(tmp_path / "odd", hidden_size=64, num_hidden_layers=1)
     with pytest.raises(UnsupportedError, match="has 64 inputs, and compressed-tensors holds multiples of 128"):
         checkpoint.write(built("w4a16", odd), out, "compressed-tensors")

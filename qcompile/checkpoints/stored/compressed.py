@@ -10,6 +10,8 @@ NAME.weight [outputs, inputs] is (code - zero) * scale in float32. NAME.weight_s
 - `nvfp4-pack-quantized`: NAME.weight_packed uint8 [outputs, inputs / 2], two E2M1 codes a byte, the earlier input in
   the low half; NAME.weight_scale, E4M3 [outputs, inputs / 16]; NAME.weight_global_scale f32 [1], by which scales are
   divided.
+- `mxfp4-pack-quantized`: NAME.weight_packed as there; NAME.weight_scale, uint8 [outputs, inputs / 32], is the exponent
+  of a power of two, plus 127.
 - `int-quantized`, `float-quantized`, `naive-quantized`: NAME.weight is int8 or 8-bit floats. NAME.weight_zero_point,
   if present, has the same type and the shape of the scales.
 
@@ -41,12 +43,16 @@ from qcompile.checkpoints.stored.groups import (
     words_of,
 )
 from qcompile.errors import UnsupportedError, UsageError
+from qcompile.formats.mxfp4 import MXFP4
 from qcompile.formats.nvfp4 import NVFP4
 
 METHOD = "compressed-tensors"
 PACKED = "pack-quantized"
 NVFP4_PACKED = "nvfp4-pack-quantized"
-FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized", NVFP4_PACKED)
+MXFP4_PACKED = "mxfp4-pack-quantized"
+E2M1_PACKED = {NVFP4_PACKED: ("tensor_group", NVFP4.group), MXFP4_PACKED: ("group", MXFP4.group)}
+"""Formats with two E2M1 codes a byte, what their scales belong to, and the inputs in a group."""
+FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized", *E2M1_PACKED)
 NUMBERS = {"int": torch.int8, "float": torch.float8_e4m3fn}
 """Types of stored weights that are not packed, by what the configuration calls them."""
 REST = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
@@ -107,8 +113,8 @@ def _scheme(name: str, group: dict[str, Any], format: Any) -> CompressedScheme:
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise UsageError(f"config_groups of the checkpoint's {METHOD} weights: {name} has no weights")
-    if format == NVFP4_PACKED:
-        return _nvfp4_scheme(weights)
+    if format in E2M1_PACKED:
+        return _e2m1_scheme(format, weights)
     kinds = ("int",) if format in (PACKED, "int-quantized") else ("float",) if format == "float-quantized" else ()
     kind = one_of(METHOD, "type", weights.get("type", "int"), kinds or tuple(NUMBERS))
     bits = one_of(METHOD, "num_bits", weights.get("num_bits", 8), (4, 8) if format == PACKED else (8,))
@@ -124,13 +130,14 @@ def _scheme(name: str, group: dict[str, Any], format: Any) -> CompressedScheme:
     return CompressedScheme(format, kind, bits, symmetric, size if grouped else 0, strategy == "tensor", ordered)
 
 
-def _nvfp4_scheme(weights: dict[str, Any]) -> CompressedScheme:
-    """The scheme of NVFP4 weights; UnsupportedError for what is stored in another way."""
-    choices = {"num_bits": (4,), "type": ("float",), "symmetric": (True,), "group_size": (NVFP4.group,)}
+def _e2m1_scheme(format: str, weights: dict[str, Any]) -> CompressedScheme:
+    """The scheme of NVFP4 and MXFP4 weights; UnsupportedError for what is stored in another way."""
+    strategy, group = E2M1_PACKED[format]
+    choices = {"num_bits": (4,), "type": ("float",), "symmetric": (True,), "group_size": (group,)}
     for key, values in choices.items():
         one_of(METHOD, key, weights.get(key, values[0]), values)
-    one_of(METHOD, "strategy", weights.get("strategy") or "tensor_group", ("tensor_group",))
-    return CompressedScheme(NVFP4_PACKED, "float", 4, True, NVFP4.group)
+    one_of(METHOD, "strategy", weights.get("strategy") or strategy, (strategy,))
+    return CompressedScheme(format, "float", 4, True, group)
 
 
 # ---- the weights -----------------------------------------------------------------------------------
@@ -142,8 +149,10 @@ def _find(checkpoint: StoredCheckpoint, scheme: CompressedScheme) -> None:
             _add_packed(checkpoint, name.removesuffix("_packed"), scheme)
         elif scheme.format == NVFP4_PACKED and name.endswith(".weight_packed"):
             _add_nvfp4(checkpoint, name.removesuffix("_packed"))
+        elif scheme.format == MXFP4_PACKED and name.endswith(".weight_packed"):
+            _add_mxfp4(checkpoint, name.removesuffix("_packed"))
         elif (
-            scheme.format not in (PACKED, NVFP4_PACKED)
+            scheme.format not in (PACKED, *E2M1_PACKED)
             and name.endswith(".weight")
             and checkpoint.entries[name].dtype.itemsize == 1
         ):
@@ -211,16 +220,7 @@ def _add_nvfp4(checkpoint: StoredCheckpoint, name: str) -> None:
 
     The scale of activations that may be stored beside them rounds activations, which the recipe decides.
     """
-    entry = checkpoint.entries[f"{name}_packed"]
-    if entry.dtype != torch.uint8 or len(entry.shape) != 2 or 0 in entry.shape:
-        raise UsageError(
-            f"tensor {name}_packed is {entry.dtype} of shape {list(entry.shape)}; a uint8 matrix is needed"
-        )
-    outputs, inputs = entry.shape[0], 2 * entry.shape[1]
-    scale = checkpoint.entries.get(f"{name}_scale")
-    shape = (outputs, -(-inputs // NVFP4.group))
-    if scale is None or (scale.dtype, scale.shape) != (torch.float8_e4m3fn, shape):
-        raise UsageError(f"tensor {name}_scale is missing or not float8_e4m3fn of shape {list(shape)}")
+    outputs, inputs = _e2m1_shape(checkpoint, name, NVFP4.group, torch.float8_e4m3fn)
     total = checkpoint.entries.get(f"{name}_global_scale")
     require(checkpoint, f"{name}_global_scale", () if total is not None and not total.shape else (1,), torch.float32)
     parts = [f"{name}_packed", f"{name}_scale", f"{name}_global_scale"]
@@ -231,6 +231,34 @@ def _add_nvfp4(checkpoint: StoredCheckpoint, name: str) -> None:
         return from_nvfp4(packed, scales, global_scale)
 
     checkpoint.add(name, (outputs, inputs), tuple(parts), make)
+
+
+def _e2m1_shape(checkpoint: StoredCheckpoint, name: str, group: int, scales: torch.dtype) -> tuple[int, int]:
+    """The outputs and inputs of the weight that NAME_packed holds; UsageError unless it and NAME_scale are right."""
+    entry = checkpoint.entries[f"{name}_packed"]
+    if entry.dtype != torch.uint8 or len(entry.shape) != 2 or 0 in entry.shape:
+        raise UsageError(
+            f"tensor {name}_packed is {entry.dtype} of shape {list(entry.shape)}; a uint8 matrix is needed"
+        )
+    outputs, inputs = entry.shape[0], 2 * entry.shape[1]
+    scale = checkpoint.entries.get(f"{name}_scale")
+    shape = (outputs, -(-inputs // group))
+    if scale is None or (scale.dtype, scale.shape) != (scales, shape):
+        kind = str(scales).removeprefix("torch.")
+        raise UsageError(f"tensor {name}_scale is missing or not {kind} of shape {list(shape)}")
+    return outputs, inputs
+
+
+def _add_mxfp4(checkpoint: StoredCheckpoint, name: str) -> None:
+    """Make the weight `name` of NAME_packed and NAME_scale."""
+    shape = _e2m1_shape(checkpoint, name, MXFP4.group, torch.uint8)
+    checkpoint.add(name, shape, (f"{name}_packed", f"{name}_scale"), from_mxfp4_rows)
+
+
+def from_mxfp4_rows(packed: Tensor, exponents: Tensor) -> Tensor:
+    """Two E2M1 codes a byte uint8 [n, k / 2], exponents uint8 [n, k / 32], plus 127 -> float32 [n, k]."""
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    return MXFP4.dequantize([codes, exponents], codes.shape[1])
 
 
 def from_nvfp4(packed: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
