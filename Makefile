@@ -14,6 +14,9 @@ BIN := $(VENV)/bin
 COMPAT := .venv-compat
 DEMO := out/demo
 
+# Tests start many processes, each of which would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all lint docs wheel-check compat bench clean
 
 demo: $(VENV)/.installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import os
 import re
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: at for at, name in enumerate(SLOWEST.split())}
     folder = Path(__file__).parent
     items.sort(key=lambda item: place.get(item.path.relative_to(folder).with_suffix("").as_posix(), len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the garbage collector need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

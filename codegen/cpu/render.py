@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def _format_headers(program: Program) -> list[str]:
     return list(dict.fromkeys(header for format in formats for header in format.cpu_headers))
 
 
+@cache
 def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),

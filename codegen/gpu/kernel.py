@@ -59,7 +59,8 @@ def _label(kernel: Kernel) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def templates() -> Environment:
+    """The templates in templates/, each parsed when first asked for."""
     return Environment(
         loader=FileSystemLoader(_TEMPLATES),
         undefined=StrictUndefined,
@@ -71,4 +72,4 @@ def _environment() -> Environment:
 
 def render_template(template: str, /, **values: Any) -> str:
     """Triton source from a template in templates/; undefined names are errors."""
-    return _environment().get_template(template).render(**values)
+    return templates().get_template(template).render(**values)

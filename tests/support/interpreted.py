@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import operator
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from types import FunctionType, SimpleNamespace
@@ -51,10 +53,14 @@ def serve() -> None:
         import_module(name)
     torch.set_num_threads(1)  # threads do not survive a fork
     hasten()
+    parse_templates()
+    gc.freeze()  # no child looks through what all of them have
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what tests print is no answer
     for line in sys.stdin:
         module, *calls = json.loads(line)
+        with suppress(Exception):  # which the child then tells
+            import_module(module)
         read, write = os.pipe()
         if not (child := os.fork()):
             try:
@@ -71,6 +77,14 @@ def serve() -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         answers.write(json.dumps(said or (f"ended with {status}" if status else "")) + "\n")
         answers.flush()
+
+
+def parse_templates() -> None:
+    """Each child would parse those of its kernels again, in a third of its time."""
+    from qcompile.codegen.gpu.kernel import templates
+
+    for name in templates().list_templates():
+        templates().get_template(name)
 
 
 def hasten() -> None:

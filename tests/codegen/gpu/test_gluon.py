@@ -392,5 +392,5 @@ def test_functions_have_the_names_of_the_installed_triton(version: str) -> None:
     gluon = old if version == "3.6" else new
     gluon.shared_memory_descriptor = gluon
     found: dict[str, Any] = {"async_copy": gluon, "tl": gluon}
-    exec(gpu_kernel._environment().from_string(NAMES).render(), found)
+    exec(gpu_kernel.templates().from_string(NAMES).render(), found)
     assert (found["async_load"], found["block_barrier"], found["reinterpret"]) == ("load", "barrier", "reinterpret")
