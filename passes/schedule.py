@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 from qcompile import recipes
 from qcompile.errors import UnsupportedError, UsageError, shown
@@ -26,10 +25,12 @@ from qcompile.passes.raising import Raise
 from qcompile.passes.reorder import Reorder
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.rotate_keys import RotateKeys
+from qcompile.passes.rules import Rules
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
 from qcompile.passes.speculate import Speculate
 from qcompile.passes.split import Split
+from qcompile.recipe_files.resolved import Resolved
 from qcompile.targets import get_target
 
 PASSES: tuple[type[Pass], ...] = (
@@ -43,6 +44,7 @@ PASSES: tuple[type[Pass], ...] = (
     SmoothAttention,
     RotateKeys,
     Reorder,
+    Rules,
     AssignPrecision,
     Merge,
     Salience,
@@ -69,40 +71,41 @@ def configure(settings: recipes.Settings, options: Mapping[str, str]) -> tuple[P
 
 @dataclass(frozen=True)
 class Schedule:
-    """The passes of a build: those of `recipe` with the user's `options`, and `extra` ones, which run after `raise`.
+    """The passes of a build: those of `recipe`, and `extra` ones, which run after `raise`.
 
-    `target` is the name of the target that salience measures costs for; `head_dtype` overrides the recipe's output
-    head. Raises UsageError for an extra pass that cannot run, and for an option that is neither text nor number.
+    `target` is the name of the target that salience measures costs for. Raises UsageError for an extra pass that cannot
+    run.
     """
 
-    recipe: str
+    recipe: Resolved
     target: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    head_dtype: str | None = None
     extra: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:
         for rewrite in self.extra:
             _check_extra_pass(rewrite)
-        object.__setattr__(self, "options", recipes.option_texts(self.options))
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The user's options of passes, as texts."""
+        return dict(self.recipe.options)
 
     def model_passes(self) -> tuple[Pass, ...]:
         """The passes of the target model, `raise` first.
 
         Raises UsageError for an unknown option, and for an option of `speculate` if the recipe makes no draft.
         """
-        recipe = recipes.get_recipe(self.recipe)
-        passes = _configured(recipe.settings(self.head_dtype), self.options, self.target)
+        passes = _configured(self.recipe.settings(), self.options, self.target)
         unused = [option for option in self.options if option.startswith(f"{Speculate.name}.")]
-        if unused and not recipe.drafts:
-            raise UsageError(f"option {unused[0]}: recipe {self.recipe} makes no draft of itself; take one that does")
+        if unused and not self.recipe.drafts:
+            name = self.recipe.name
+            raise UsageError(f"option {unused[0]}: recipe {name} makes no draft of itself; take one that does")
         return passes[:1] + self.extra + passes[1:]
 
     def recipe_drafts(self) -> Iterator[tuple[recipes.RecipeDraft, tuple[Pass, ...]]]:
         """The recipe's drafts, each with the passes from `speculate` on that derive it from the quantized graph."""
-        recipe = recipes.get_recipe(self.recipe)
-        for draft in recipe.drafts:
-            settings = recipe.settings(self.head_dtype) | draft.settings(self.head_dtype or recipe.head)
+        for draft in self.recipe.drafts:
+            settings = self.recipe.settings() | draft.settings(self.recipe.head)
             passes = configure(settings, self.options)[PASSES.index(Speculate) :]
             yield (
                 draft,

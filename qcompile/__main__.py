@@ -1,7 +1,7 @@
 """The `qcompile` command, also as `python -m qcompile`: its subcommands, and how it ends.
 
 Results are printed to stdout, everything else to stderr. Each command imports what it needs when it runs: only
-`build`, `passes`, `doctor` and `export` wait for torch.
+`build`, `passes`, `recipes`, `doctor` and `export` wait for torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, str | dict[str, str]] = {
     "build": "build.build",
     "passes": "build.passes",
+    "recipes": "recipes.recipes",
     "run": "generate.run",
     "chat": "chat.chat",
     "serve": "serve.serve",

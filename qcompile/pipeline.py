@@ -41,6 +41,7 @@ from qcompile.passes.calibration import outliers, perplexity
 from qcompile.passes.lora import Lora, described
 from qcompile.passes.rewrite import ImportOptions, rewrite
 from qcompile.passes.schedule import Schedule, separate_draft_passes
+from qcompile.recipe_files.resolved import RECIPE_FILE, RecipeLike, resolve
 from qcompile.report import figures, ir
 from qcompile.report.bits import bits_per_weight
 from qcompile.report.command import command
@@ -103,7 +104,7 @@ def build(  # parameters: the public interface, one keyword for each option
     out: str | Path,
     *,
     target: str = "cpu",
-    recipe: str = "w4a8",
+    recipe: RecipeLike = "w4a8",
     options: Mapping[str, object] | None = None,
     head_dtype: str | None = None,
     drafts: str | Path | Sequence[Any] = (),
@@ -119,9 +120,10 @@ def build(  # parameters: the public interface, one keyword for each option
 
     `model` is a checkpoint directory or hub name, an nn.Module (`source` has example_inputs, (token_ids,) or
     (token_ids, positions), both int64 [batch, tokens], and max_position, the context length), an ExportedProgram with
-    dynamic batch and tokens (with max_position), or a raised Graph. `options` override the recipe's settings of passes,
-    {"cache.format": "kv8"}; `head_dtype` overrides the output head (int8, bf16, f32). Each of `drafts`, a checkpoint
-    (of the same tokenizer unless it is the only draft) or, as the last one, `LOOKUP`, proposes tokens to the path
+    dynamic batch and tokens (with max_position), or a raised Graph. `recipe` is the name of one, a TOML file, or the
+    tables of such a file. `options` override its settings of passes, {"cache.format": "kv8"}; `head_dtype` overrides
+    the output head (int8, bf16, f32). Each of `drafts`, a checkpoint (of the same tokenizer unless it is the only
+    draft) or, as the last one, `LOOKUP`, proposes tokens to the path
     before it; the recipe's own drafts come first. `dump_ir` is a folder for all graphs as text and SVG. `calib` is the
     text by which weights' codes are chosen (a file, token ids [samples, length], or a calibration.CalibrationSource).
     If interrupted, the same build resumes. `check_passes` records each pass's change of the logits and seconds, on a
@@ -133,7 +135,7 @@ def build(  # parameters: the public interface, one keyword for each option
     clock, machine = Clock(progress or silent), targets.get_target(target)
     text = calib if calib is None or isinstance(calib, CalibrationSource) else CalibrationSource(calib)
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
-    schedule = Schedule(recipe, target, options or {}, head_dtype, tuple(passes))
+    schedule = Schedule(resolve(recipe, options, head_dtype), target, tuple(passes))
     importing = ImportOptions(source, text, addends(lora), kept, check_passes)
     drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes(target))
     backend = backend_of(machine)
@@ -170,7 +172,7 @@ def plan(  # parameters: the arguments of `build` that decide what is compiled
     model: Any,
     *,
     target: str = "cpu",
-    recipe: str = "w4a8",
+    recipe: RecipeLike = "w4a8",
     options: Mapping[str, object] | None = None,
     head_dtype: str | None = None,
     drafts: str | Path | Sequence[Any] = (),
@@ -180,7 +182,7 @@ def plan(  # parameters: the arguments of `build` that decide what is compiled
     """The plan that `build` would compile for the same arguments; reads no weights, writes nothing."""
     frontend.check_arguments(plan, source)
     machine = targets.get_target(target)
-    schedule = Schedule(recipe, target, options or {}, head_dtype, tuple(passes))
+    schedule = Schedule(resolve(recipe, options, head_dtype), target, tuple(passes))
     drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes(target))
     planned = _plan(model, schedule, drafting, ImportOptions(source), Clock(silent))
     backend_of(machine).check(planned.programs, machine)
@@ -203,7 +205,7 @@ def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions
     planned = CompilationPlan(graphs, program, table.weights, records, bits, {}, b"", paths, drafts.lookup)
     with clock("describe"):
         kept = tokenizer_files(model) | configuration_files(model) if isinstance(model, (str, Path)) else {}
-        files = _small_files(planned) | kept
+        files = _small_files(planned) | kept | {RECIPE_FILE: schedule.recipe.text()}
         named = Path(graphs[-1].info.name) if isinstance(model, (str, Path)) else model
         told = {"command": _command(named, schedule, drafts, options), "versions": describe.makers()}
         report = canonical_json(_report(planned, schedule) | told)
@@ -238,7 +240,7 @@ def _report(planned: CompilationPlan, schedule: Schedule) -> dict[str, Any]:
         figures.wide_of(final),
         [draft.figures for draft in planned.drafts],
         model={"name": final.info.name, "parameters": final.info.parameters},
-        recipe=schedule.recipe,
+        recipe=schedule.recipe.name,
         bits_per_weight=planned.bits_per_weight,
         passes=[record.facts for record in planned.passes],
         outliers=outliers.compare(planned.graphs),
@@ -249,10 +251,13 @@ def _report(planned: CompilationPlan, schedule: Schedule) -> dict[str, Any]:
 
 def _command(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions) -> str:
     """The command that makes this build again."""
-    settings = {"recipe": schedule.recipe, "target": schedule.target, "head_dtype": schedule.head_dtype}
+    recipe, fields = schedule.recipe, schedule.options
+    settings = {"recipe": recipe.name, "target": schedule.target, "head_dtype": recipe.head_dtype}
+    if not recipe.is_plain:
+        settings, fields = {"recipe": f"OUT/{RECIPE_FILE}", "target": schedule.target}, {}
     lookup = [LOOKUP] if drafts.lookup else []
     lora = [f"{addend.adapter.name}={addend.weight:g}" for addend in options.lora]
-    return command(model, settings, schedule.options, [*drafts.models, *lookup], lora, options.calib)
+    return command(model, settings, fields, [*drafts.models, *lookup], lora, options.calib)
 
 
 # ---- plan -> artifact --------------------------------------------------------------------------------
@@ -298,11 +303,7 @@ def _manifest(
     return describe.versions(kernels) | {
         "model": final.info.facts,
         "target": target.facts,
-        "recipe": {
-            "name": schedule.recipe,
-            "options": dict(schedule.options),
-            "head_dtype": schedule.head_dtype,
-        },
+        "recipe": schedule.recipe.facts(),
         "runtime": describe.runtime(kernels, weights, drafting, final.info.vocab_size, planned.program.cache_facts),
         "passes": [record.facts for record in planned.passes],
         "bits_per_weight": planned.bits_per_weight,

@@ -28,7 +28,7 @@ from qcompile.user_cache import cache_dir
 ABOUT = "about.json"
 _SOURCES = (
     "*.py",
-    *(f"{folder}/**/*.py" for folder in ("artifact", "checkpoints", "formats", "ops", "passes")),
+    *(f"{folder}/**/*.py" for folder in ("artifact", "checkpoints", "formats", "ops", "passes", "recipe_files")),
     *("codegen/**/*", "sample_text/**/*"),
 )
 """What an artifact's content depends on, below the package."""

@@ -25,7 +25,8 @@ from qcompile.cli.options import (
     Remote,
     command,
 )
-from qcompile.recipes import Recipe, allocation, get_recipe, parse_options
+from qcompile.recipe_files.resolved import Resolved
+from qcompile.recipes import allocation, parse_options
 
 if TYPE_CHECKING:
     from qcompile.passes.base import PassRecord
@@ -59,8 +60,7 @@ def build(  # parameters: the groups of its options
       qcompile build samples/pycode-26m -o out/tuned --lora my-adapter --lora style=0.5
     """
     settings = parse_options(compilation.options or []) | allocation(budget.bits, budget.rise)
-    recipe = get_recipe(compilation.recipe)
-    refusals.check_formats(compilation.recipe, compilation.target, compilation.head_dtype, settings)
+    recipe = refusals.check_formats(compilation.recipe, compilation.target, compilation.head_dtype, settings)
     refusals.check_pass("--explain", inspection.explain)
     if calibration.calib is not None and calibration.calib not in _NAMED_TEXTS:
         texts.check(calibration.calib)
@@ -75,7 +75,7 @@ def build(  # parameters: the groups of its options
     with console.Progress(estimate) as progress:
         progress("import", 0, 1)
         gc.set_threshold(50_000, 20, 100)  # imports and traces are not garbage: looking for it would take 0.5 s
-        given = compilation, inspection, calibration, settings, allow_remote_code, progress
+        given = compilation, inspection, calibration, recipe, allow_remote_code, progress
         report = _build(source, drafts, output, text, *given)
     estimate.finish()
     print_build(report, recipe.name, compilation.target, inspection.explain, json)
@@ -86,7 +86,7 @@ def _fetched(draft: str | Path, access: Hub, progress: console.Progress) -> str 
     return draft if draft == refusals.LOOKUP else hub.find(draft, token=access.token, progress=progress)
 
 
-def _calibration_text(given: Path | None, recipe: Recipe, model: Path) -> Path | None:
+def _calibration_text(given: Path | None, recipe: Resolved, model: Path) -> Path | None:
     """The text of `--calib`, or the package's text for recipes that need one and checkpoints that can read it."""
     if given is not None:
         return _NAMED_TEXTS.get(given, given)
@@ -104,11 +104,11 @@ def _build(  # parameters: the groups of options of the command
     compilation: DraftedCompilation,
     inspection: Inspection,
     calibration: CalibrationText,
-    settings: dict[str, str],
+    recipe: Resolved,
     allow_remote: bool,
     progress: console.Progress,
 ) -> BuildReport:
-    """Import the compiler, and run it with the options of the command line; `settings` are options of passes."""
+    """Import the compiler, and run it with the options of the command line."""
     from qcompile import pipeline
     from qcompile.calibration import CalibrationSource
 
@@ -116,9 +116,7 @@ def _build(  # parameters: the groups of options of the command
         model,
         output,
         target=compilation.target,
-        recipe=compilation.recipe,
-        options=settings,
-        head_dtype=compilation.head_dtype,
+        recipe=recipe,
         drafts=drafts,
         lora=compilation.lora or (),
         progress=progress,
@@ -204,7 +202,5 @@ def _explained(report: BuildReport, explain: str) -> list[str]:
             lines += [f"{path}: {note}" if path else note for note in notes]
     if lines:
         return lines
-    how = (
-        "a recipe that drafts by the model itself has it" if explain == "speculate" else f"--set {explain}.enabled=true"
-    )
-    return [f"{explain} did not run: {how}"]
+    how = {"speculate": "a recipe that drafts by the model itself has it", "rules": "a recipe with rules has it"}
+    return [f"{explain} did not run: {how.get(explain, f'--set {explain}.enabled=true')}"]

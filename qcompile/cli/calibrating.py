@@ -6,10 +6,10 @@ from pathlib import Path
 
 from qcompile import sample_text
 from qcompile.cli import console
-from qcompile.recipes import Recipe
+from qcompile.recipe_files.resolved import Resolved
 
 
-def text_for(recipe: Recipe, model: Path) -> Path | None:
+def text_for(recipe: Resolved, model: Path) -> Path | None:
     """The package's text for recipes that need one and checkpoints that can read it; says which, or why none."""
     if not recipe.calibrated:
         return None

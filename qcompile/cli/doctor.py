@@ -19,6 +19,7 @@ from qcompile.checkpoints import hub
 from qcompile.cli import console, refusals
 from qcompile.cli.options import Compilation, Hub, Json, Model, Remote, command
 from qcompile.errors import PassError, UnsupportedError
+from qcompile.recipe_files.resolved import resolve
 from qcompile.recipes import parse_options
 
 if TYPE_CHECKING:
@@ -111,18 +112,19 @@ def examine(
     """Run every stage on `model` up to code generation. What qcompile does not compile becomes `unsupported`.
 
     Of a deep model without weights, only the layers that differ are examined, and their costs are extrapolated to the
-    others. Raises UsageError for a malformed request.
+    others, unless rules of the recipe make layers differ. Raises UsageError for a malformed request.
     """
     from qcompile import pipeline
     from qcompile.checkpoints import depth
     from qcompile.checkpoints.configuration import read_config
 
     kind = targets.get_target(target).kind
-    request: dict[str, Any] = {"target": target, "recipe": recipe, "options": options, "head_dtype": head_dtype}
+    chosen = resolve(recipe, options, head_dtype)
+    request: dict[str, Any] = {"target": target, "recipe": chosen}
     try:
         directory = hub.find(model, weights=False)
         there = _has_weights(directory)  # a configuration is enough
-        repeats = None if there else depth.find(read_config(directory, **source), **source)
+        repeats = None if there or chosen.rules else depth.find(read_config(directory, **source), **source)
         source |= {"weights": there}
         if repeats is None:
             facts = _facts(pipeline.plan(directory, **request, **source), kind)

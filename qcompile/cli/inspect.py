@@ -118,7 +118,8 @@ def passes_as_text(listed: list[dict[str, Any]]) -> str:
 def as_text(contents: dict[str, Any]) -> str:
     """`summary` as text."""
     model, recipe, target, sizes = contents["model"], contents["recipe"], contents["target"], contents["sizes"]
-    options = "".join(f" {name}={value}" for name, value in recipe["options"].items())
+    base = f" (from {recipe['base']})" if recipe.get("base") else ""
+    options = base + "".join(f" {name}={value}" for name, value in recipe["options"].items())
     passes = "".join(f"  {_pass_line(entry)}\n" for entry in contents["passes"])
     for draft in contents["drafts"]:
         lines = "".join(f"  {_pass_line(entry)}\n" for entry in draft.get("passes", ()))

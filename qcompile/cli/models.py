@@ -21,7 +21,8 @@ from qcompile.cli import calibrating, console, machine, refusals
 from qcompile.cli.estimate import Estimate
 from qcompile.cli.options import Building, Loading
 from qcompile.errors import ArtifactError, UsageError
-from qcompile.recipes import Recipe, get_recipe, parse_options
+from qcompile.recipe_files.resolved import Resolved, resolve
+from qcompile.recipes import parse_options
 from qcompile.targets import get_target
 
 if TYPE_CHECKING:
@@ -94,9 +95,8 @@ class _Request:
 
     name: str
     directory: Path
-    recipe: Recipe
+    recipe: Resolved
     target: str
-    options: dict[str, str]
     allow_remote: bool
     reason: str
     place: kept.KeptArtifact
@@ -118,8 +118,11 @@ class _Request:
         with console.Progress() as progress:
             content = identity(directory, progress)
         facts = get_target(target).facts
-        key = {"checkpoint": content, "recipe": recipe, "target": facts, "options": options, "remote code": remote}
-        return cls(name, directory, get_recipe(recipe), target, options, remote, reason, kept.place(name, key))
+        chosen = resolve(recipe, options)
+        formats = chosen.name if chosen.is_plain else chosen.text()
+        fields = dict(chosen.options)
+        key = {"checkpoint": content, "recipe": formats, "target": facts, "options": fields, "remote code": remote}
+        return cls(name, directory, chosen, target, remote, reason, kept.place(name, key))
 
     def build(self) -> None:
         """Build the artifact into its place."""
@@ -145,18 +148,13 @@ class _Request:
                 "checkpoint": os.fsdecode(self.directory.resolve()),
                 "recipe": self.recipe.name,
                 "target": self.target,
-                "options": self.options,
+                "options": dict(self.recipe.options),
                 "qcompile": __version__,
             }
         )
         text = calibrating.text_for(self.recipe, self.directory)
-        more: dict[str, Any] = {
-            "calib": text,
-            "options": self.options,
-            "progress": progress,
-            "allow_remote": self.allow_remote,
-        }
-        target, recipe = self.target, self.recipe.name
+        more: dict[str, Any] = {"calib": text, "progress": progress, "allow_remote": self.allow_remote}
+        target, recipe = self.target, self.recipe
         return pipeline.build(
             str(self.directory), self.place.artifact, target=target, recipe=recipe, name=self.name, **more
         )

@@ -42,7 +42,12 @@ Target = Annotated[
         "--target", metavar="NAME", help=f"Target to compile for: {', '.join(TARGET_NAMES)}; `cpu` is this machine."
     ),
 ]
-Recipe = Annotated[str, typer.Option("--recipe", metavar="NAME", help=f"Number formats: {', '.join(RECIPES)}.")]
+Recipe = Annotated[
+    str,
+    typer.Option(
+        "--recipe", metavar="NAME|FILE", help=f"Number formats: {', '.join(RECIPES)}; or a TOML file of yours."
+    ),
+]
 Head = Annotated[
     str | None,
     typer.Option("--head-dtype", metavar="TYPE", help="Output head: int8, nested, bf16 or f32. Default: the recipe's."),
@@ -50,7 +55,9 @@ Head = Annotated[
 PassFields = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="PASS.FIELD=VALUE", help="Set a field of a pass (see `qcompile passes`); repeatable."
+        "--set",
+        metavar="PASS.FIELD=VALUE",
+        help="Set a field of a pass (see `qcompile passes`), or a rule of the recipe (rules.NAME={...}); repeatable.",
     ),
 ]
 
@@ -205,8 +212,9 @@ class Building(Hub):
         str | None,
         typer.Option(
             "--recipe",
-            metavar="NAME",
-            help=f"Number formats of a model: {', '.join(RECIPES)}. Default: what fits this machine.",
+            metavar="NAME|FILE",
+            help=f"Number formats of a model: {', '.join(RECIPES)}; or a TOML file of yours. "
+            "Default: what fits this machine.",
         ),
     ] = None
     target: Annotated[

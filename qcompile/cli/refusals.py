@@ -13,15 +13,18 @@ from qcompile.checkpoints import hub
 from qcompile.checkpoints.adapter_files import check_model
 from qcompile.cli.pass_fields import pass_fields
 from qcompile.errors import UsageError, suggestion
+from qcompile.recipe_files.resolved import Resolved, resolve
 
 LOOKUP = "lookup"
 """The draft that is no model (qcompile/drafts.py)."""
 
 
-def check_formats(recipe: str, target: str, head: str | None, options: Mapping[str, str]) -> None:
-    """Refuse unknown recipes, targets, output heads, passes and fields, and values of the wrong type."""
+def check_formats(recipe: str, target: str, head: str | None, options: Mapping[str, str]) -> Resolved:
+    """The recipe. Refuses unknown ones, targets, output heads, passes and fields, and values of the wrong type."""
     targets.get_target(target)
-    recipes.apply_options(recipes.get_recipe(recipe).settings(head), pass_fields(), options)
+    chosen = resolve(recipe, options, head)
+    recipes.apply_options(chosen.settings(), pass_fields(), dict(chosen.options))
+    return chosen
 
 
 def check_models(model: str, drafts: Sequence[str] = ()) -> None:

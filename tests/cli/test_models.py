@@ -69,9 +69,18 @@ def test_other_commands_build_as_well(
     command: list[str], tiny_checkpoint: Path, builds: list[dict[str, Any]], capfd: Capture
 ) -> None:
     code_of(command[0], tiny_checkpoint, *command[1:], "--recipe", "w4a8", "--set", "cache.format=kv8")
-    assert [(one["recipe"], one["target"], one["options"]) for one in builds] == [
-        ("w4a8", "cpu", {"cache.format": "kv8"})
+    assert [(one["recipe"].facts(), one["target"]) for one in builds] == [
+        ({"name": "w4a8", "options": {"cache.format": "kv8"}, "head_dtype": None}, "cpu")
     ]
+
+
+def test_a_recipe_is_known_by_its_contents(tiny_checkpoint: Path, builds: list[dict[str, Any]], tmp_path: Path) -> None:
+    file, same = tmp_path / "mine.toml", tmp_path / "folder" / "mine.toml"
+    same.parent.mkdir()
+    for path, layers in ((file, "0"), (same, "0"), (file, "1")):
+        path.write_text(f"[rules.down]\nrole = 'down'\nlayers = '{layers}'\nweight = 'w8_sym_channel'\n")
+        models.artifact_of(str(tiny_checkpoint), Building(recipe=str(path)))
+    assert [one["recipe"].rules[0].layers for one in builds] == ["0", "1"]
 
 
 def test_what_differs_is_built_anew(tiny_checkpoint: Path, builds: list[dict[str, Any]], tmp_path: Path) -> None:

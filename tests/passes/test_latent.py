@@ -19,6 +19,7 @@ from qcompile.passes.latent import Latent
 from qcompile.passes.rotate_keys import RotateKeys
 from qcompile.passes.schedule import Schedule, configure
 from qcompile.passes.smooth_attention import SmoothAttention
+from qcompile.recipe_files.resolved import resolve
 from qcompile.recipes import get_recipe
 from tests.support.graphs import decoder, latent, logits_whatever_the_step, sequence_inputs, step_inputs
 
@@ -95,7 +96,7 @@ def test_shapes_without_gpu_kernels_stay(shape: dict[str, int], fits: bool) -> N
 
 def test_targets_set_the_kind_of_kernels() -> None:
     def latents(recipe: str, target: str) -> Latent:
-        (found,) = (p for p in Schedule(recipe, target).model_passes() if isinstance(p, Latent))
+        (found,) = (p for p in Schedule(resolve(recipe), target).model_passes() if isinstance(p, Latent))
         return found
 
     assert [latents("w4a8", target).kind for target in ("cpu-avx2", "h200")] == ["cpu", "cuda"]

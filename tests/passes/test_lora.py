@@ -18,6 +18,7 @@ from qcompile.passes.adapted_linears import ROUNDED
 from qcompile.passes.lora import Lora, described, refusals, sites
 from qcompile.passes.rewrite import ImportOptions, rewrite
 from qcompile.passes.schedule import Schedule
+from qcompile.recipe_files.resolved import resolve
 from qcompile.runtime.lora.factors import SiteFactors, factors
 from tests.support.adapters import adapter_of, save
 from tests.support.graphs import decoder
@@ -26,7 +27,7 @@ from tests.support.graphs import decoder
 def passed(model: Any, recipe: str, **options: Any) -> Graph:
     """The graph after all passes."""
     named = {name.replace("__", "."): value for name, value in options.items()}
-    schedule = Schedule(recipe, "cpu", {"lora.rank": 6} | named)
+    schedule = Schedule(resolve(recipe, {"lora.rank": 6} | named), "cpu")
     return rewrite(model, schedule.model_passes(), ImportOptions(), Clock(silent))[0][-1]
 
 
@@ -128,4 +129,4 @@ def test_ranks_are_checked() -> None:
         Lora(-1)
     assert not Lora().wanted and not Lora(4).for_draft().wanted
     with pytest.raises(UnsupportedError, match=r"lora\.rank: target h100 has no kernels for adapters"):
-        Schedule("w4a16", "h100", {"lora.rank": 4}).model_passes()
+        Schedule(resolve("w4a16", {"lora.rank": 4}), "h100").model_passes()

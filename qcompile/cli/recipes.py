@@ -1,0 +1,129 @@
+"""The command `recipes`: the recipes that there are, and what one of them says of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qcompile.checkpoints import hub
+from qcompile.cli import console, refusals
+from qcompile.cli.options import Head, Json, PassFields, Remote, changed, command
+from qcompile.errors import UsageError
+from qcompile.recipe_files.resolved import Resolved
+from qcompile.recipes import RECIPES, Recipe, parse_options
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a user changes of a recipe."""
+
+    head_dtype: Head = None
+    options: PassFields = None
+
+
+@command
+def recipes(
+    changes: Changes,
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[NAME|FILE]", help="Recipe to check and print. Default: list all.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Model to show the recipe's choices for, linear by linear."),
+    ] = None,
+    allow_remote_code: Remote = False,
+    json: Json = False,
+) -> None:
+    """List the recipes; or check and print one, which may be a TOML file, and show what it chooses for a model.
+
+    \b
+    Example:
+      qcompile recipes
+      qcompile recipes mine.toml --set rules.first_down.weight=bf16
+      qcompile recipes mine.toml samples/pycode-26m
+    """
+    if recipe is None:
+        if option := changed(changes):
+            name = "--set" if option == "options" else "--head-dtype"
+            raise UsageError(f"{name} changes a recipe: give the name of one, or a file")
+        _list(json)
+        return
+    chosen = refusals.check_formats(recipe, "cpu", changes.head_dtype, parse_options(changes.options or []))
+    if model is not None:
+        refusals.check_models(model)
+    _check(chosen)
+    linears = None if model is None else _linears(chosen, model, allow_remote_code)
+    if json:
+        console.print_json(chosen.facts() | {"toml": chosen.text()} | ({} if linears is None else {"linears": linears}))
+        return
+    console.show(chosen.text(), end="" if linears is None else "\n")
+    if linears is not None:
+        console.show(_table(linears))
+
+
+def _table(linears: list[dict[str, Any]]) -> str:
+    """The linears of a model as text."""
+    titles = ["layer", "role", "weights", "formats", "rules"]
+    rows = [
+        [
+            str(row["layer"]),
+            ", ".join(row["roles"]),
+            ", ".join(row["names"]),
+            f"{row['weight']} x {row['activation']}",
+            ", ".join(row["rules"]),
+        ]
+        for row in linears
+    ]
+    return console.table(titles, rows, words=titles[1:])
+
+
+def _list(json: bool) -> None:
+    """Print all recipes."""
+    if json:
+        console.print_json([_facts(recipe) for recipe in RECIPES.values()])
+        return
+    rows = [[str(value) for value in list(_facts(recipe).values())[:6]] for recipe in RECIPES.values()]
+    console.show(console.table(["recipe", "weights", "activations", "cache", "head", "about"], rows, words=("about",)))
+
+
+def _facts(recipe: Recipe) -> dict[str, Any]:
+    formats = {"weight": recipe.weight, "activation": recipe.activation, "kv": recipe.kv, "head": recipe.head}
+    more = {"description": recipe.description, "calibrated": recipe.calibrated, "drafts": len(recipe.drafts)}
+    return {"name": recipe.name, **formats, **more}
+
+
+def _check(recipe: Resolved) -> None:
+    """Raise UsageError for formats that there are not, or that do not go together."""
+    from qcompile.passes.schedule import Schedule
+
+    Schedule(recipe, "cpu").model_passes()
+
+
+def _linears(recipe: Resolved, model: str, allow_remote: bool) -> list[dict[str, Any]]:
+    """What the recipe chooses for each linear of a model, in order: its layer, roles, weights, formats, and rules."""
+    from qcompile.clock import Clock
+    from qcompile.passes.assign_precision import AssignPrecision
+    from qcompile.passes.rewrite import ImportOptions, rewrite
+    from qcompile.passes.roles import sites
+    from qcompile.passes.rules import selected
+    from qcompile.passes.schedule import PASSES, Schedule
+
+    passes = Schedule(recipe, "cpu").model_passes()[: PASSES.index(AssignPrecision) + 1]
+    with console.Progress() as progress:
+        directory: Path = hub.find(model, allow_remote, weights=False, progress=progress)
+        source = {"allow_remote": allow_remote}
+        graph = rewrite(directory, passes, ImportOptions(source), Clock(progress))[0][-1]
+    found, layers = sites(graph)
+    chosen: Sequence[tuple[str, set[Any]]] = [
+        (rule.name, {site.node for site in selected(rule, found, layers)}) for rule in recipe.rules
+    ]
+    return [
+        {"layer": site.layer, "roles": list(site.roles), "names": list(site.names)}
+        | {part: site.node.meta["precision"][part] for part in ("weight", "activation")}
+        | {"rules": [name for name, nodes in chosen if site.node in nodes]}
+        for site in found
+    ]
