@@ -4,8 +4,9 @@
 
 Each case is a step of several sequences of which some have many rows, some one and one none. Every kernel of
 codegen/gpu/attention_variants.py's `far_variants` must give the bits of the kernel of the fewest rows a program, for
-all formats, sizes of heads and groups and what scores may have. Then steps that mix a prompt with decoding are timed by
-each of these kernels, beside the prompt alone and the decoding alone by its own kernels.
+all formats, sizes of heads and groups and what scores may have; so must that over pages that a kernel has unpacked
+before (unpack_pages.py). Then steps of many rows are timed by each of these kernels, and steps that mix a prompt with
+decoding, beside the prompt alone and the decoding alone by its own kernels.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,10 @@ from benchmarks import gpu_attention
 from benchmarks.gpu_attention import Cache, Problem, compile_one, limits_of, work_of
 from benchmarks.gpu_common import Launch, facts, graph_us, launch
 from qcompile.codegen.gpu.attention import AttentionSpec
-from qcompile.codegen.gpu.attention_variants import far_variants, for_queries
+from qcompile.codegen.gpu.attention_variants import far_variants, for_queries, unpacked_variant
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.kv_pages import GpuKV
+from qcompile.codegen.gpu.unpack_pages import UnpackSpec, unpacked_block_bytes
 
 FORMATS = ("kv16", "kv8", "kv4")
 HEADS = {
@@ -46,7 +50,14 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 UNEVEN = ((600, 9000), (1, 5), (77, 640), (0, 64), (1, 8191), (130, 130), (1000, 1500))
 """(rows, last position + 1) of the sequences of a step."""
+LONG = tuple(itertools.product((512, 1024, 2048, 4096), (4096, 16384, 32768)))
+"""(rows, last position + 1) of steps of one sequence."""
 MIXED = ((512, 4096), *[(1, 1024)] * 63), ((256, 1024), *[(1, 4096)] * 16)
+
+
+def _run(launches: Iterable[Launch]) -> None:
+    for each in launches:
+        each()
 
 
 class Step(Problem):
@@ -71,8 +82,19 @@ class Step(Problem):
         given: dict[str, Any] = {"q": self.q, "kv": items, "kv_words": copy.view(torch.int32), "out": self.out}
         given |= {"positions": self.positions, "query_start": self.query_start, "block_table": self.cache.table}
         given |= {"table_stride": self.cache.table.shape[1], "sinks": self.sinks}
+        before = [self.unpacking(spec, given)] if spec.unpacked else []
         blocks = -(-max(count for count, _ in self.lengths) // spec.queries)
-        return launch(spec.kernel(90), 90, (blocks, kv.heads, len(self.lengths)), given)
+        each = [*before, launch(spec.kernel(90), 90, (blocks, kv.heads, len(self.lengths)), given)]
+        return partial(_run, each)
+
+    def unpacking(self, spec: AttentionSpec, given: dict[str, Any]) -> Launch:
+        """Of the kernel before that of `spec`; `given` gets where it writes."""
+        kv, pages = spec.kv, -(-max(end for _, end in self.lengths) // spec.kv.page_tokens)
+        size = len(self.lengths) * pages * kv.heads * unpacked_block_bytes(kv)
+        memory = torch.full((size,), -1, device="cuda", dtype=torch.int8)
+        given |= dict.fromkeys(("unpacked_keys", "unpacked_values", "unpacked_words"), memory) | {"unpacked": pages}
+        unpack = UnpackSpec(kv, window=spec.window, chunk=spec.chunk)
+        return launch(unpack.kernel(), 90, (pages, kv.heads, len(self.lengths)), given)
 
     def output(self, spec: AttentionSpec) -> torch.Tensor:
         """What a kernel writes, with one row after the last."""
@@ -87,7 +109,16 @@ def kernels(format: str, heads: str, **more: Any) -> list[AttentionSpec]:
     count, kv_heads, dim = HEADS[heads]
     kv = GpuKV(format, kv_heads, dim)
     base = AttentionSpec(kv, count, count * dim, dim**-0.5, split=tiles.split_positions(kv), cut="whole", **more)
-    return [spec for _, spec in far_variants(base, 90)]
+    every = [spec for _, spec in far_variants(base, 90)]
+    unpacked = unpacked_variant(base, 90)
+    return [*every, unpacked] if unpacked else every
+
+
+def name_of(spec: AttentionSpec) -> str:
+    """What results call a kernel."""
+    if spec.warp_specialized:
+        return "warp groups, unpacked before" if spec.unpacked else "warp groups"
+    return f"{spec.query_rows or spec.rows} rows"
 
 
 def bits(format: str, heads: str, scores: str) -> dict[str, Any]:
@@ -100,10 +131,31 @@ def bits(format: str, heads: str, scores: str) -> dict[str, Any]:
     row: dict[str, Any] = {"format": format, "heads": heads, "scores": scores, "kernels": {}}
     for spec in others:
         found = step.output(spec)
-        name = "warp groups" if spec.warp_specialized else f"{spec.query_rows} rows"
         differ = (found.view(torch.int32) != want.view(torch.int32)).any(-1)
-        row["kernels"][name] = int(differ.sum())
+        row["kernels"][name_of(spec)] = int(differ.sum())
     return row
+
+
+def long(format: str) -> list[dict[str, Any]]:
+    """Microseconds of steps of many rows by warp groups, and of the kernel that unpacks pages before."""
+    found = []
+    for rows, end in LONG:
+        some = [spec for spec in kernels(format, "groups of 4") if spec.warp_specialized]
+        cache = Cache(some[0].kv, 1, end)
+        step = Step(cache, ((rows, end),), some[0].heads)
+        row: dict[str, Any] = {"format": format, "rows": rows, "context": end}
+        for spec in some:
+            row[name_of(spec)] = graph_us([step.launch_of(spec, copy) for copy in cache.copies], 9, 8)
+            if spec.unpacked:
+                given = {"kv": cache.copies[0], "kv_words": cache.copies[0], "table_stride": cache.table.shape[1]}
+                given |= {"positions": step.positions, "query_start": step.query_start, "block_table": cache.table}
+                row["of these, unpacking"] = graph_us([step.unpacking(spec, given)], 9, 8)
+        pairs = rows * end - rows * (rows - 1) // 2
+        row["TFLOP/s"] = 4e-6 * pairs * some[0].heads * some[0].kv.dim / min(row[name_of(spec)] for spec in some)
+        print(row, flush=True)
+        found.append(row)
+        torch.cuda.empty_cache()
+    return found
 
 
 def mixed(format: str) -> list[dict[str, Any]]:
@@ -117,8 +169,7 @@ def mixed(format: str) -> list[dict[str, Any]]:
         for part, some in (("mixed", lengths), ("prompt", lengths[:1]), ("decoding", lengths[1:])):
             step = Step(cache, some, first.heads)
             for spec in (first, *others):
-                name = "warp groups" if spec.warp_specialized else f"{spec.query_rows or spec.rows} rows"
-                row[f"{part}, {name}"] = graph_us([step.launch_of(spec, copy) for copy in cache.copies], 9, 16)
+                row[f"{part}, {name_of(spec)}"] = graph_us([step.launch_of(spec, copy) for copy in cache.copies], 9, 16)
         rows, end = lengths[1]
         of_decoding = Cache(first.kv, len(lengths) - 1, end)
         base = replace(first, cut="split", octets=2)
@@ -137,11 +188,12 @@ def main() -> None:
     specs = [spec for format, heads, scores in cases for spec in kernels(format, heads, **SCORES[scores])]
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         assert all(pool.map(compile_one, specs)), "a kernel was not compiled"
-    results: dict[str, Any] = {**facts(), "uneven": UNEVEN, "bits": [], "mixed": []}
+    results: dict[str, Any] = {**facts(), "uneven": UNEVEN, "bits": [], "long": [], "mixed": []}
     for case in cases:
         results["bits"].append(bits(*case))
         print(results["bits"][-1], flush=True)
         torch.cuda.empty_cache()
+    results["long"] = [row for format in FORMATS for row in long(format)]
     results["mixed"] = [row for format in FORMATS for row in mixed(format)]
     for path in sys.argv[1:]:
         Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

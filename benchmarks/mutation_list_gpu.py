@@ -116,8 +116,8 @@ GPU_MUTATIONS = (
     Mutation(
         "the zero points of a leaf's values are not in the unit of the sums",
         WARP_GROUPS,
-        "p = exp2(score - m[:, None]) * grow[:, None]",
-        "p = exp2(score - m[:, None])",
+        "V_SCALE), twice(grow)[:, None])",
+        "V_SCALE), twice(grow * 0.0 + 1.0)[:, None])",
         f"{GLUON} -k attention_of",
     ),
     Mutation(

@@ -18,6 +18,7 @@ from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template, result_argument
 from qcompile.codegen.gpu.kv_pages import GpuKV, page_arguments
 from qcompile.codegen.gpu.operands import Grid, GridSize
+from qcompile.codegen.gpu.unpack_pages import UNPACKED_ARGUMENTS, unpacked_block_bytes
 from qcompile.codegen.gpu.visible_keys import VisibleKeys
 from qcompile.codegen.sizes import power_of_two
 from qcompile.formats.kv import HIER_GROUP, RING_GROUPS
@@ -47,7 +48,8 @@ class AttentionSpec(VisibleKeys):
 
     With `query_rows` (sm_90, cut "whole") the queries are the A operand of MMAs of that many rows, and keys and values
     the B operand in shared memory, unpacked once for all of them. With `warp_specialized` too, producer warps unpack
-    them for two groups of rows, one of which computes softmax weights while the tensor cores work for the other.
+    them for two groups of rows, one of which computes softmax weights while the tensor cores work for the other; if
+    `unpacked`, a kernel has unpacked them before (unpack_pages.py), and producer warps only copy them.
 
     `direct` loads the ring's keys and values into registers instead of pipelining them through shared memory, so that
     more programs are resident. With `centered`, a weight [KV heads, dim] has been subtracted from the keys in pages,
@@ -75,6 +77,7 @@ class AttentionSpec(VisibleKeys):
     sinks: bool = False
     query_rows: int = 0
     warp_specialized: bool = False
+    unpacked: bool = False
     out: Literal["f32", "bf16"] = "f32"
 
     @property
@@ -129,14 +132,15 @@ class AttentionSpec(VisibleKeys):
     @property
     def arguments(self) -> list[Argument]:
         """The kernel's arguments in order."""
-        arguments = [Argument("q", "*fp32"), *page_arguments(self.kv)]
-        arguments += [Argument(name, "*i32") for name in ("positions", "query_start", "block_table")]
+        arguments = [Argument("q", "*fp32"), *(UNPACKED_ARGUMENTS if self.unpacked else page_arguments(self.kv))]
+        arguments += [Argument(name, "*i32") for name in ("positions", "query_start")]
+        arguments += [Argument("block_table", "*i32")] * (not self.unpacked)
         arguments += [Argument("center", "*fp32")] * self.centered + [Argument("staged", "*bf16")] * self.staged
         arguments += [Argument("key_bias", "*fp32")] * bool(self.bias_positions)
         arguments += [Argument("sinks", "*fp32")] * (self.sinks and self.cut == "whole")
         partial = [Argument(name, "*fp32") for name in ("parts", "stats")]
         arguments += [result_argument(self.out)] if self.cut == "whole" else partial
-        arguments += [Argument("table_stride", "i32")]
+        arguments += [Argument("unpacked" if self.unpacked else "table_stride", "i32")]
         return arguments + [Argument("splits", "i32")] * (self.cut != "whole")
 
     def kernel(self, capability: int) -> Kernel:
@@ -173,7 +177,8 @@ class AttentionSpec(VisibleKeys):
             q_scale=self.scale if self.softcap else self.scale * math.log2(math.e),
             consumers=CONSUMERS,
             # Of a thread of the second consumer and of the producer; the first consumer has as many as the second.
-            registers=[240, 24] if self.kv.bits == 16 else [216, 72],
+            registers=[240, 24] if self.kv.bits == 16 or self.unpacked else [216, 72],
+            unpacked_bytes=unpacked_block_bytes(self.kv),
         )
         most = self._most_registers(capability)
         return Kernel(name, source, tuple(self.arguments), self.warps, self.stages, pdl, False, most)

@@ -13,13 +13,14 @@ from qcompile.codegen.gpu.append import AppendSpec, HeadNorm, StagedSpec
 from qcompile.codegen.gpu.attention import AttentionSpec
 from qcompile.codegen.gpu.attention_merge import MergeSpec
 from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS, MOST_QUERIES
-from qcompile.codegen.gpu.attention_variants import far_variants, for_queries, prefill_variants
+from qcompile.codegen.gpu.attention_variants import far_variants, for_queries, prefill_variants, unpacked_variant
 from qcompile.codegen.gpu.context import PlanContext, amax_ref, single_launch, weight_refs
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.latent_launches import latent_attention
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import CacheRef, CountRef, Grid, GridSize, InputRef, Operands, ScratchRef
+from qcompile.codegen.gpu.unpack_pages import UnpackSpec, unpacked_operands
 from qcompile.errors import UnsupportedError
 from qcompile.formats.kv import HIER_GROUP
 
@@ -159,12 +160,24 @@ def attention(context: PlanContext, c: Attention, measured: bool = False) -> Ite
             Variant(spec.kernel(context.capability), spec.prompt_grid, args | _OF_PROMPTS, most) for most, spec in specs
         ]
         yield Launch(f"{c.name}.{work}", work, tuple(variants))
+    yield from _unpacked_attention(context, c, whole, args)
     for work, spec in tiles.decode_attention(base, context.limits).items():
         name = c.name if work == "coarse" else f"{c.name}.{work}"
         yield Launch(name, work, tuple(_decode_variants(context, spec, args)))
     yield from _merges(context, c, args, measured)
     if context.hierarchical:
         yield _copy_to_ring(context, c)
+
+
+def _unpacked_attention(context: PlanContext, c: Attention, whole: AttentionSpec, args: Operands) -> Iterator[Launch]:
+    """Launches of steps of prompts whose pages are unpacked before attention, where there are such kernels."""
+    spec = unpacked_variant(whole, context.target.capability)
+    if spec is None:
+        return
+    args = args | _OF_PROMPTS | unpacked_operands(spec.kv)
+    before = UnpackSpec(spec.kv, window=spec.window, chunk=spec.chunk)
+    yield single_launch(f"{c.name}.unpack", "unpacked", before.kernel(), before.grid, args)
+    yield single_launch(f"{c.name}.unpacked", "far_unpacked", spec.kernel(context.capability), spec.prompt_grid, args)
 
 
 def _attention_spec(context: PlanContext, c: Attention) -> AttentionSpec:

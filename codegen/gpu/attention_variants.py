@@ -51,6 +51,13 @@ def prefill_variants(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
     return [*unpaired, (0, replace(large, paired=True))]
 
 
+def unpacked_variant(spec: AttentionSpec, capability: int) -> AttentionSpec | None:
+    """The variant of `spec` for the same steps, of many rows, over pages that a kernel has unpacked; None if there is
+    none."""
+    largest = far_variants(spec, capability)[-1][1]
+    return replace(largest, unpacked=True) if largest.warp_specialized and spec.kv.bits < 16 else None
+
+
 def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, AttentionSpec]]:
     """Pairs of the most rows of a step (0: any number) and the variant of `spec` for them, for steps with more than
     NEAR_SPLITS splits of positions.

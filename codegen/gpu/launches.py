@@ -11,8 +11,10 @@ and grid sizes. Counts of a step:
     prompt_queries              most rows of one of these
     few, fine, coarse           one of them is the most rows of one of `decoding`, the others are 0: with little work,
                                 programs take a leaf each, `few` if all are resident at once, else `fine`
-    near, far                   one of them is not 0 if there are prompts: `near` is `prompt_queries`, or `far` is their
-                                rows if they have several splits behind them
+    near, far, far_unpacked     one of them is not 0 if there are prompts: `near` is `prompt_queries`, or one of the
+                                others is their rows if they have several splits behind them
+    unpacked                    if `far_unpacked`: pages of each prompt that are unpacked before attention; else 0
+    unpacked_room               pages for which there is memory then; else 0
     merged, groups              splits of `decoding` to merge, and groups of splits if there are several
     ordered                     rows of decoding sequences instead of `coarse` and `merged`, where programs sum in order
     fine_merged, fine_groups    these instead if programs take leaves
@@ -41,6 +43,7 @@ from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.kv_pages import GpuKV, most_heads
 from qcompile.codegen.gpu.operands import Grid, Operands, ScratchRef, Size
+from qcompile.codegen.gpu.unpack_pages import SHARED_BY, unpacked_pages
 from qcompile.codegen.program import Program
 from qcompile.targets import Target
 
@@ -136,6 +139,12 @@ class LaunchPlan:
         every = zip(*sizes, strict=True) if len(ordered) == len(coarse) else ()
         return [max(size for size in each if isinstance(size, int)) for each in every]
 
+    @property
+    def unpacked_pages(self) -> int:
+        """Most pages of prompts that are unpacked before attention; 0 if not all layers have that."""
+        far, unpacked = ([x for x in self.launches if x.by == by] for by in ("far", "far_unpacked"))
+        return min(map(unpacked_pages, self.kvs)) if unpacked and len(far) == len(unpacked) else 0
+
     @cached_property
     def _variants(self) -> tuple[Variant, ...]:
         every = (self.launches, self.feedback, self.follow, self.rounds, self.lookup)
@@ -174,6 +183,8 @@ class LaunchPlan:
             **self.limits.facts,
             "multiprocessors": self.target.multiprocessors,
             "ordered_programs": self.ordered_programs,
+            "unpacked_pages": self.unpacked_pages,
+            "unpacked_rows": SHARED_BY,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": [kv.heads * kv.block_bytes for kv in self.kvs[: program.kv.layers]],
             "slot_bytes": self.slot_bytes,

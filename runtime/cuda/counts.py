@@ -44,6 +44,7 @@ def attention_counts(plan: Mapping[str, Any], decoding: AttentionWork, prompts: 
     splits, ordered = decoding.splits, _ordered(plan, decoding)
     fine = 0 < splits * decoding.sequences <= plan["fine_splits"]
     far = prompts.splits > plan["near_splits"]
+    unpacked = _unpacked_pages(plan, prompts) if far else 0
     # Several sequences read their rings at once, which kernels that pipeline those loads take better.
     few = fine and splits * decoding.sequences <= plan["few_splits"] * min(decoding.sequences, 2)
     groups = -(-splits // plan["group_splits"]) if splits > plan["group_splits"] else 0
@@ -57,7 +58,10 @@ def attention_counts(plan: Mapping[str, Any], decoding: AttentionWork, prompts: 
         "ordered": decoding.queries if ordered else 0,
         "coarse": 0 if fine or ordered else decoding.queries,
         "near": 0 if far else prompts.queries,
-        "far": prompts.tokens if far else 0,
+        "far": prompts.tokens if far and not unpacked else 0,
+        "far_unpacked": prompts.tokens if unpacked else 0,
+        "unpacked": unpacked,
+        "unpacked_room": plan["unpacked_pages"] if unpacked else 0,
         "merged": 0 if fine or ordered else splits,
         "groups": 0 if fine else groups,
         "fine_merged": splits if fine else 0,
@@ -73,6 +77,17 @@ def attention_counts(plan: Mapping[str, Any], decoding: AttentionWork, prompts: 
         "slots": slots,
         "shares": shares,
     }
+
+
+def _unpacked_pages(plan: Mapping[str, Any], prompts: AttentionWork) -> int:
+    """Pages for each of the prompts that a kernel unpacks before attention; 0 if attention itself unpacks them.
+
+    The kernel pays if many rows see each page. Plans without it have room for no pages.
+    """
+    pages = prompts.splits * plan["leaves"]  # a leaf is a page
+    room = plan.get("unpacked_pages", 0)
+    pays = bool(room) and prompts.tokens >= plan["unpacked_rows"] * prompts.sequences
+    return pages if pays and pages * prompts.sequences <= room else 0
 
 
 def _ordered(plan: Mapping[str, Any], work: AttentionWork) -> bool:

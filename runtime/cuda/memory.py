@@ -193,11 +193,19 @@ def _aligned(rows: int, to: int = _ROW_ALIGNMENT) -> int:
 
 
 def activation_bytes(plan: Mapping[str, Any], limits: Limits) -> int:
-    """Bytes of an executor's buffers by row: activations, logits, and scratch memory of the largest steps."""
+    """Bytes of an executor's buffers: activations, logits, and scratch memory of the largest steps."""
     rows, outputs = _aligned(limits.max_tokens), _aligned(limits.max_outputs)
     scratch = (size["bytes"] for size in plan["scratch"].values() if size["counts"] in (["tokens"], ["room"]))
     of_rows, of_outputs = plan["arena_bytes"]["tokens"] + sum(scratch), plan["arena_bytes"]["outputs"]
-    return int(rows * of_rows + outputs * (of_outputs + 4 * limits.vocab))
+    return int(rows * of_rows + outputs * (of_outputs + 4 * limits.vocab)) + _unpacked_bytes(plan, limits)
+
+
+def _unpacked_bytes(plan: Mapping[str, Any], limits: Limits) -> int:
+    """Bytes for the pages that are unpacked before attention of prompts; none if steps have too few rows for that."""
+    pages = plan.get("unpacked_pages", 0)
+    if not pages or limits.max_tokens < plan["unpacked_rows"]:
+        return 0
+    return int(pages * sum(size["bytes"] for size in plan["scratch"].values() if "unpacked_room" in size["counts"]))
 
 
 def pages_in(free: int, page_bytes: int, most: int, share: float) -> int:

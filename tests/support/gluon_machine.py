@@ -22,7 +22,14 @@ from qcompile.codegen.gpu.kernel import Kernel
 from tests.support import ptx
 from tests.support.gluon_tensors import SIZES, Either, Pending, Pointer, Shared, Tensor, added, read, stored
 
-POINTERS = {"*fp32": "float32", "*bf16": "bfloat16", "*i8": "int8", "*i16": "int16", "*i32": "int32"}
+POINTERS = {
+    "*fp32": "float32",
+    "*fp16": "float16",
+    "*bf16": "bfloat16",
+    "*i8": "int8",
+    "*i16": "int16",
+    "*i32": "int32",
+}
 
 
 class Constexpr:
@@ -342,9 +349,10 @@ def launch(kernel: Kernel, grid: Sequence[int], given: Mapping[str, Any]) -> Non
     """Run a kernel with tensors and numbers by the names of its arguments, one program after the other."""
     program: list[Program] = []
     language, hopper = _language(program), _hopper(program)
-    source = re.sub(r"^(import triton|from triton\S* import \([^)]*\)|from triton.*)$", "", kernel.source, flags=re.M)
+    source = re.sub(r"^(import triton.*|from triton\S* import \([^)]*\)|from triton.*)$", "", kernel.source, flags=re.M)
     module = ModuleType(kernel.name)
-    vars(module).update(tl=language, gluon=SimpleNamespace(jit=_jit), **hopper)
+    jit = SimpleNamespace(jit=_jit)
+    vars(module).update(tl=language, gluon=jit, triton=jit, **hopper)
     exec(compile(source, f"{kernel.name}.py", "exec"), vars(module))
     arguments = [
         Pointer.to_tensor(given[a.name], POINTERS[a.type]) if a.type in POINTERS else given[a.name]

@@ -31,7 +31,7 @@ from qcompile.runtime.cuda.counts import attention_counts, attention_work
 from tests.support.tiny import Chunk
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
-_TYPES |= {"*fp64": torch.float64, "*i64": torch.int64}
+_TYPES |= {"*fp64": torch.float64, "*fp16": torch.float16, "*i64": torch.int64}
 
 
 class Interpreter:

@@ -33,7 +33,7 @@ from qcompile.runtime.step import Limits
 from qcompile.targets import TARGETS
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
-_TYPES |= {"*fp64": torch.float64, "*i64": torch.int64}
+_TYPES |= {"*fp64": torch.float64, "*fp16": torch.float16, "*i64": torch.int64}
 _ZEROED = ("scratch", "inputs", "rounds")
 """Memory that is zero when it is made; the rest is poisoned, so that what is read before it is written shows."""
 

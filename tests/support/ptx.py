@@ -70,6 +70,12 @@ _PLAIN: dict[str, Callable[..., Words]] = {
     "dp4a": lambda x, y, z: z + (bytes_of(x) * bytes_of(y)).sum(-1).astype(np.uint32),
 }
 
+_OF_HALVES: dict[str, Callable[..., np.ndarray]] = {
+    "fma": lambda x, y, z: x * y + z,
+    "add": lambda x, y: x + y,
+    "mul": lambda x, y: x * y,
+}
+
 
 def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
     """What PTX makes of registers: those of the operations that kernels have."""
@@ -93,9 +99,8 @@ def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
             registers[to] = _pair(*given, kind=operation.split(".")[2])
         elif base == "add" and kind == "u32":
             registers[to] = given[0] + given[1]
-        elif base in ("fma", "add"):
-            parts = [floats(x, kind) for x in given]
-            registers[to] = words(parts[0] * parts[1] + parts[2] if base == "fma" else parts[0] + parts[1], kind)
+        elif kind in ("f16x2", "bf16x2"):
+            registers[to] = words(_OF_HALVES[base](*(floats(x, kind) for x in given)), kind)
         else:
             registers[to] = _PLAIN[base](*given)
     return [registers[f"${i}"] for i in range(outputs)]

@@ -152,17 +152,18 @@ def test_both_products_are_of_all_features_at_once(format: str, compiled: Record
 
 
 @pytest.mark.parametrize("more", [{}, {"window": 1000, "sinks": True}, {"softcap": 30.0}], ids=str)
-@pytest.mark.parametrize("format", ["kv4", "kv8", "kv16"])
+@pytest.mark.parametrize("format", ["kv4", "kv8", "kv16", "kv4 unpacked", "kv8 unpacked"])
 def test_consumers_share_what_producers_unpack(format: str, more: dict[str, Any], compiled: Record) -> None:
     """Two groups of rows and the producer in one program, with no more than sums of whole splits spilled."""
-    spec = replace(far(format, 28, 4, 128, **more), warp_specialized=True, stages=4)
+    format, *unpacked = format.split()
+    spec = replace(far(format, 28, 4, 128, **more), warp_specialized=True, unpacked=bool(unpacked), stages=4)
     assert spec.queries == 2 * (64 // 7)
     found = compiled(spec.kernel(90), 90)
     keys = "bf16" if format == "kv16" else "f16"
     wanted = {f"wgmma.mma_async.sync.aligned.m64n64k16.f32.{halves}.{halves}" for halves in (keys, "bf16")}
     assert set(found.matrix) == wanted
     assert found.threads == 384 and found.shared_bytes <= 227 * 1024
-    assert found.spill_bytes <= 450  # one or two of the three sums of 64 values a thread
+    assert found.spill_bytes <= 600  # two of the three sums of 64 values a thread, which change once a split, and some
 
 
 def test_where_programs_are_not_warp_specialized() -> None:
@@ -192,6 +193,21 @@ def test_rounded_pages_take_fewer_rows_of_short_steps() -> None:
         kv = GpuKV(format, 8, 128)
         base = AttentionSpec(kv, 32, 4096, 0.1, split=tiles.split_positions(kv), cut="whole")
         assert [most for most, _ in far_variants(base, 90)] == rows
+
+
+def test_pages_of_prompts_are_unpacked_before_attention_where_all_layers_have_that() -> None:
+    _, program, _ = lowered("qserve", passes={"cache.format": "kv4"}, **WIDE)
+    plan = make_plan(program, TARGETS["h200"])
+    unpacking = [launch.by for launch in plan.launches if "unpacked" in launch.by]
+    assert unpacking == ["unpacked", "far_unpacked"] * (len(unpacking) // 2) and unpacking
+    block = 2 * 64 * 64 * 2 + 4 * 64 * 4  # keys and values of 64 features, and four numbers of each of 64 tokens
+    assert plan.scratch["unpacked"] == (block, ("unpacked_room",)) and plan.unpacked_pages == (1 << 28) // block
+    fewer = [launch for launch in plan.launches if launch.by != "far_unpacked"]
+    assert replace(plan, launches=tuple(fewer)).unpacked_pages == 0
+    for recipe, format, target in (("bf16", "kv16", "h200"), ("qserve", "kv4", "a100")):
+        _, program, _ = lowered(recipe, passes={"cache.format": format}, **WIDE)
+        plan = make_plan(program, TARGETS[target])
+        assert plan.unpacked_pages == 0 and not any("unpacked" in launch.by for launch in plan.launches)
 
 
 def test_where_queries_are_not_the_rows() -> None:

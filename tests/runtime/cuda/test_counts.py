@@ -42,6 +42,24 @@ def test_attention_of_prompts_goes_by_what_is_behind_them() -> None:
         assert {name: count for name, count in found.items() if count} == {kind: count, **others}
 
 
+def test_pages_are_unpacked_before_attention_of_many_rows() -> None:
+    """Where many rows see each page, and there is room for the pages of all prompts."""
+
+    def found(splits: int, tokens: int, sequences: int = 1, **plan: int) -> tuple[int, ...]:
+        work = AttentionWork(splits, tokens, sequences, tokens)
+        room = {"unpacked_pages": 1000, "unpacked_rows": 512} | plan
+        counts = attention_counts(ATTENTION | room, AttentionWork(), work)
+        assert counts["unpacked_room"] == (1000 if counts["unpacked"] else 0)
+        return tuple(counts[name] for name in ("near", "far", "far_unpacked", "unpacked"))
+
+    assert found(3, 512) == (0, 0, 512, 12)
+    assert found(250, 1024, 1) == (0, 0, 1024, 1000) and found(125, 1024, 2) == (0, 0, 1024, 500)
+    assert found(2, 512) == (512, 0, 0, 0)  # few positions
+    assert found(3, 511) == (0, 511, 0, 0) and found(3, 1023, 2) == (0, 1023, 0, 0)  # few rows
+    assert found(251, 1024, 1) == (0, 1024, 0, 0) and found(126, 1024, 2) == (0, 1024, 0, 0)  # no room
+    assert found(3, 512, unpacked_pages=0) == (0, 512, 0, 0)
+
+
 def test_sequences_that_decode_have_kernels_of_their_own_beside_prompts() -> None:
     work = attention_work(ATTENTION, [1, 16, 17, 3], [90, 20, 50, 400], lambda pages: pages // 10)
     assert work == (AttentionWork(9, 17, 2, 16), AttentionWork(40, 20, 2, 17))  # those after a prompt are with it
