@@ -292,6 +292,16 @@ class Elementwise(Call):
 
 
 @dataclass(frozen=True)
+class AllReduce(Call):
+    """out = the sum of x over `ranks` processes, added in their order; both f32 [rows, width], and not the same."""
+
+    kernel: ClassVar[str] = "all_reduce"
+    x: str
+    out: str
+    ranks: int
+
+
+@dataclass(frozen=True)
 class Mean(Call):
     """out[t, i] = the mean of columns i * `width` to (i + 1) * `width` of x from column `x_offset` on; all f32."""
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from qcompile import ops
 from qcompile.codegen.calls import (
+    AllReduce,
     Attention,
     Call,
     Combine,
@@ -310,6 +311,11 @@ def _mix(low: Lowering, node: fx.Node) -> Call:
     return Combine(node.name, low.buffer(x), low.buffer(node), slots, low.buffer(weights), results)
 
 
+def _all_reduce(low: Lowering, node: fx.Node) -> Call:
+    given = ops.operands(node)
+    return AllReduce(node.name, low.buffer(given.x), low.buffer(node), given.ranks)
+
+
 def _clamp(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     return _elementwise(low, node, "clamp", given.x, low=given.low, high=given.high)
@@ -426,6 +432,7 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "power": _power,
     "mean": _mean,
     "mix": _mix,
+    "all_reduce": _all_reduce,
     **dict.fromkeys(("softmax", "top_k", "pick", "near_share", "normalize", "limit_groups"), _route),
     "bound_choice": _bound_choice,
     "every_expert": _every_expert,

@@ -139,7 +139,7 @@ class Lowering:
         return other if known and other else packing.name(format, activation)
 
     def packed(self, node: fx.Node, format: str, activation: str) -> dict[str, str]:
-        """Role -> name of the packed parts of quantize_weight(w, format), or of the upper nibbles of a nested weight.
+        """Role -> name of the packed parts of quantize_weight(w, format), of a rank's part of it, or of upper nibbles.
 
         `activation` is the type they are multiplied with, as in formats/activations.py.
         """
@@ -148,8 +148,8 @@ class Lowering:
             whole = self.packed(nested, ops.operand(nested, "format"), activation)
             n, k = nested.meta["val"][0].shape
             return {role: whole[role] for role in self.table_of_weights.packing.sizes(n, k, format, activation)}
-        w = ops.operand(node, "w")
-        n, k = w.meta["val"].shape
+        w = ops.operand(node, "w") if ops.has_operand(node, "w") else node
+        n, k = node.meta["val"][0].shape  # of the codes
         sizes = self.table_of_weights.packing.sizes(n, k, format, activation)
 
         def blobs() -> Iterator[Tensor]:
@@ -166,13 +166,18 @@ class Lowering:
 
         `pairs`: its rows are gate and up pairs. The set of wide rows is evaluated here, as it determines part sizes.
         """
-        w, marked = ops.operand(node, "w"), ops.operand(node, "wide")
-        packing = self.table_of_weights.packing.mixed(self.graph.evaluate(marked), pairs, w.meta["val"].shape[1])
+        taken = ops.name_of(node.target) == "take_parts"
+        whole = ops.operand(node, "weight") if taken else node
+        w, marked = ops.operand(whole, "w"), self.graph.evaluate(ops.operand(whole, "wide"))
+        if taken and ops.operand(node, "axis") == 0:
+            marked = ops.reference("take_spans")(marked, ops.operand(node, "spans"), 0)
+        packing = self.table_of_weights.packing.mixed(marked, pairs, node.meta["val"][0].shape[1])
 
         def blobs() -> Iterator[Tensor]:
             yield from packing.blobs(self.graph.evaluate(node)).values()
 
-        names = self._register(w, format, tuple((f".{role}", size) for role, size in packing.sizes.items()), blobs)
+        parts = tuple((f".{role}", size) for role, size in packing.sizes.items())
+        names = self._register(node if taken else w, format, parts, blobs, named_for=w)
         return dict(zip(packing.sizes, names, strict=True)), packing
 
     def _register(

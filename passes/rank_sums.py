@@ -17,8 +17,9 @@ def add_sums(graph: Graph, partial: Iterable[fx.Node], ranks: int) -> None:
     An operator on one sum that is linear in it is computed first, and two sums that are added become one: the fewer
     and the smaller the values that ranks exchange, the better.
     """
-    parts = set(partial)
-    for value in list(parts):
+    values = list(partial)  # in order, so that nodes have the same names on all ranks
+    parts = set(values)
+    for value in values:
         _reduce(graph, value, ranks)
     moved = True
     while moved:

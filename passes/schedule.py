@@ -26,6 +26,7 @@ from qcompile.passes.reorder import Reorder
 from qcompile.passes.rotate import Rotate
 from qcompile.passes.rotate_keys import RotateKeys
 from qcompile.passes.rules import Rules
+from qcompile.passes.shard import Shard
 from qcompile.passes.smooth import Smooth
 from qcompile.passes.smooth_attention import SmoothAttention
 from qcompile.passes.speculate import Speculate
@@ -51,6 +52,7 @@ PASSES: tuple[type[Pass], ...] = (
     Quantize,
     Speculate,
     Calibrate,
+    Shard,
     Cache,
     Fuse,
     Lora,
@@ -121,13 +123,15 @@ def separate_draft_passes(target: str) -> tuple[Pass, ...]:
 def _configured(settings: recipes.Settings, options: Mapping[str, str], target: str) -> tuple[Pass, ...]:
     """`configure` with the options of passes that depend on the target.
 
-    GPUs have no kernels for hierarchical caches of heads as large as latents. Raises UnsupportedError for adapters on a
-    GPU.
+    GPUs have no kernels for hierarchical caches of heads as large as latents. Raises UnsupportedError for adapters and
+    for ranks on a GPU.
     """
     kind = get_target(target).kind
     passes = configure(settings, {"salience.target": target, "latent.kind": kind, **options})
     if kind != "cpu" and any(isinstance(rewrite, Lora) and rewrite.wanted for rewrite in passes):
         raise UnsupportedError(f"lora.rank: target {target} has no kernels for adapters; merge one with --lora DIR")
+    if kind != "cpu" and any(isinstance(rewrite, Shard) and rewrite.wanted for rewrite in passes):
+        raise UnsupportedError(f"shard.ranks: target {target} runs on one GPU so far; several processes run on CPUs")
     (cache,) = (rewrite for rewrite in passes if isinstance(rewrite, Cache))
     if kind == "cpu" or not kv_format(cache.format).hierarchical:
         return passes

@@ -34,11 +34,13 @@ from qcompile.codegen.gpu import build as gpu_build
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import PackedWeight, WeightTable, stream
 from qcompile.codegen.program import Program
+from qcompile.codegen.rank_programs import rank_programs
 from qcompile.drafts import LOOKUP, DraftPath, Drafts, draft_paths, levels
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassRecord
 from qcompile.passes.calibration import outliers, perplexity
 from qcompile.passes.lora import Lora, described
+from qcompile.passes.rank_graphs import check_ranks, other_ranks
 from qcompile.passes.rewrite import ImportOptions, rewrite
 from qcompile.passes.schedule import Schedule, separate_draft_passes
 from qcompile.recipe_files.resolved import RECIPE_FILE, RecipeLike, resolve
@@ -61,7 +63,8 @@ class CompilationPlan:
     """A model after all stages but code generation. Making one reads no weights.
 
     `graphs` are the graphs after each pass, `files` the artifact's small files by name; all paths share `weights`.
-    `lookup` says whether the last level of speculation is prompt lookup.
+    `lookup` says whether the last level of speculation is prompt lookup. `ranks` are the programs of all processes that
+    run the model together, which differ in weights alone; empty if there is one.
     """
 
     graphs: list[Graph]
@@ -73,6 +76,7 @@ class CompilationPlan:
     report: bytes
     drafts: list[DraftPath]
     lookup: bool
+    ranks: Sequence[Program] = ()
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -195,14 +199,17 @@ def plan(  # parameters: the arguments of `build` that decide what is compiled
 def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions, clock: Clock) -> CompilationPlan:
     """All stages but code generation."""
     backend = backend_of(targets.get_target(schedule.target))
-    graphs, records = rewrite(model, schedule.model_passes(), options, clock)
+    passes = schedule.model_passes()
+    check_ranks(passes, bool(drafts.recipe or drafts.models or drafts.lookup), options.check_passes)
+    graphs, records = rewrite(model, passes, options, clock)
     table = WeightTable(backend.packing)
     with clock("lower"):
         program = backend.adapt(lower(graphs[-1], table))
         bits = bits_per_weight(graphs[-1])
     paths = draft_paths(model, graphs, drafts, options, table, clock)
     paths = [replace(path, program=backend.adapt(path.program)) for path in paths]
-    planned = CompilationPlan(graphs, program, table.weights, records, bits, {}, b"", paths, drafts.lookup)
+    ranks = rank_programs(program, other_ranks(graphs, passes), table)
+    planned = CompilationPlan(graphs, program, table.weights, records, bits, {}, b"", paths, drafts.lookup, ranks)
     with clock("describe"):
         kept = tokenizer_files(model) | configuration_files(model) if isinstance(model, (str, Path)) else {}
         files = _small_files(planned) | kept | {RECIPE_FILE: schedule.recipe.text()}
@@ -300,11 +307,15 @@ def _manifest(
     """The manifest, except for what the writer adds. It has no times and no paths, so builds are reproducible."""
     final = planned.graphs[-1]
     drafting = levels(planned.drafts, planned.lookup, kernels, weights)
+    places = {entry["name"]: index for index, entry in enumerate(weights)}
+    ranks = [[places[name] for name in program.weights] for program in planned.ranks]
     return describe.versions(kernels) | {
         "model": final.info.facts,
         "target": target.facts,
         "recipe": schedule.recipe.facts(),
-        "runtime": describe.runtime(kernels, weights, drafting, final.info.vocab_size, planned.program.cache_facts),
+        "runtime": describe.runtime(
+            kernels, weights, drafting, final.info.vocab_size, planned.program.cache_facts, ranks
+        ),
         "passes": [record.facts for record in planned.passes],
         "bits_per_weight": planned.bits_per_weight,
         "calibration": final.calibration.describe() if final.calibration else None,

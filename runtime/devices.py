@@ -57,7 +57,9 @@ def open_model(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedMo
 def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:
     from qcompile.runtime.cpu.load import open_cpu
 
-    threads = len(os.sched_getaffinity(0)) if options.threads is None else options.threads
+    ranks = len(manifest["runtime"].get("ranks") or [0])
+    cores = len(os.sched_getaffinity(0))
+    threads = max(cores // ranks, 1) if options.threads is None else options.threads
     artifact = load_artifact(root, manifest)
     tokenizer = load_tokenizer(root, manifest["files"])
     granted = options.kv_cache_bytes

@@ -32,10 +32,12 @@ def load(  # parameters: the options of loading, by name
     max_num_batched_tokens: int | None = None,
     lora: Mapping[str, str | Path] | None = None,
     max_model_len: int | None = None,
+    tensor_parallel_size: int | None = None,
 ) -> LLM:
     """Verify the artifact at `path`, load it, and start its threads.
 
-    threads: CPU threads that compute; default the cores that this process may use; no effect on a GPU.
+    threads: CPU threads that compute, of each process; default the cores that this process may use, divided over the
+    processes; no effect on a GPU.
     max_batch: requests that run at once; others wait.
     max_num_batched_tokens: most tokens of a step, prompts and running requests together, up to 512 on a CPU and 8,192
     on a GPU; changes no bit of an output. Default 512 on a CPU, and 2,048 on a GPU, or fewer where its memory is short.
@@ -55,6 +57,7 @@ def load(  # parameters: the options of loading, by name
     (`LLM.sampling_defaults`), "none" ignores that file.
     lora: folders of LoRA adapters in PEFT's format by the names that requests choose them by; the artifact must have
     been built with lora.rank set. On CPUs.
+    tensor_parallel_size: processes that run the model together, as many as the artifact was built for (the default).
 
     Raises ArtifactError (the artifact is damaged, or built for another CPU), ResourceError (memory), UsageError.
     """

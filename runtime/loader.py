@@ -48,8 +48,12 @@ class Arena:
         skip = -start % HUGE_PAGE
         with contextlib.suppress(OSError):  # a Linux kernel without huge pages: slower, but correct
             self._map.madvise(mmap.MADV_HUGEPAGE, skip, length)
-        self.address = start + skip
+        self.address, self._skip = start + skip, skip
         self.view = memoryview(self._map)[skip : skip + size]
+
+    def release(self, offset: int, size: int) -> None:
+        """Give back whole pages, whose contents become zeros."""
+        self._map.madvise(mmap.MADV_DONTNEED, self._skip + offset, size)
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,10 @@ def check_cpu(target: dict[str, Any], flags: frozenset[str]) -> None:
         )
 
 
-def load_artifact(path: str | Path, manifest: Manifest | None = None) -> LoadedArtifact:
+def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int = 0) -> LoadedArtifact:
     """Read and verify the artifact at `path`, with its checked `manifest` if that was read before.
 
+    Of an artifact for several processes, only the weights of rank `rank` stay in memory, and are in its own order.
     Raises ArtifactError if a single bit differs from what was built or the CPU lacks features, ResourceError if memory
     is short. No file of the artifact is executed before all of them are verified.
     """
@@ -123,6 +128,10 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None) -> LoadedA
     _read_and_check(root, files, destinations)
     addresses = [arena.address + places[entry["file"]] + entry["offset"] for entry in runtime["weights"]]
     opened = {name: _open_library(content, files[name]) for name, content in libraries.items()}
+    if runtime.get("ranks"):
+        own = runtime["ranks"][rank]
+        _forget(arena, [addresses[i] for i in own], [runtime["weights"][i]["bytes"] for i in own])
+        addresses = [addresses[i] for i in own]
     drafts = (
         DraftLibrary(opened[level["library"]], _pointers([addresses[i] for i in level["weights"]]))
         if "library" in level
@@ -130,6 +139,16 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None) -> LoadedA
         for level in levels
     )
     return LoadedArtifact(root, manifest, arena, _pointers(addresses), opened[runtime["library"]], tuple(drafts))
+
+
+def _forget(arena: Arena, starts: list[int], sizes: list[int]) -> None:
+    """Give back the whole pages of `arena` that hold none of the weights at `starts`."""
+    kept = sorted(zip(starts, sizes, strict=True))
+    ends = [arena.address, *(start + size for start, size in kept)]
+    for end, start in zip(ends, [*(start for start, _ in kept), arena.address + arena.size], strict=True):
+        first, last = -(-end // _PAGE) * _PAGE, start // _PAGE * _PAGE
+        if last > first:
+            arena.release(first - arena.address, last - first)
 
 
 def _pointers(addresses: list[int]) -> Any:

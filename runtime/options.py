@@ -38,6 +38,7 @@ class LoadOptions:
     prefix_caching: bool = True
     generation_config: str = "auto"
     lora: Mapping[str, str | Path] | None = None
+    tensor_parallel_size: int | None = None
 
     @staticmethod
     def of(given: dict[str, Any]) -> LoadOptions:
@@ -54,6 +55,7 @@ class LoadOptions:
         # The manifest calls draft stages "levels": the format of artifacts is stable.
         self._check_drafts(path, bool(runtime.get("levels")))
         self._check_machine()
+        self._check_ranks(path, len(runtime.get("ranks") or [0]))
         check_names(self.lora or {})
 
     def _check_batch(self, most: int, most_rows: int) -> None:
@@ -78,6 +80,17 @@ class LoadOptions:
         if self.gamma not in (0, AUTO) and not has_drafts:
             raise UsageError(
                 f"gamma {self.gamma}: {path} has no drafts; build it with a recipe that drafts, or with --draft"
+            )
+
+    def _check_ranks(self, path: str | Path, built: int) -> None:
+        wanted = self.tensor_parallel_size
+        if not isinstance(wanted, int | None) or (wanted is not None and wanted < 1):
+            raise UsageError(f"tensor_parallel_size must be a whole number of at least 1, not {wanted!r}")
+        if wanted not in (None, built):
+            processes = f"{built} processes" if built > 1 else "one process"
+            raise UsageError(
+                f"tensor_parallel_size {wanted}: {path} was built for {processes}; build it with "
+                f"--tensor-parallel-size {wanted}"
             )
 
     def _check_machine(self) -> None:

@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from qcompile.artifact.abi import CPU_ABI
 from qcompile.artifact.layout import ADAPTER_TABLE
 from qcompile.codegen.buffers import PAD, Buffer
-from qcompile.codegen.calls import Embed, ExpertGemm, Gemm
+from qcompile.codegen.calls import AllReduce, Embed, ExpertGemm, Gemm
 from qcompile.codegen.cpu import flow
 from qcompile.codegen.cpu.barriers import Barriers
 from qcompile.codegen.cpu.cpp import f32, ident, rows_kind, string
@@ -85,6 +85,7 @@ def render(program: Program, target: Target) -> str:
             place=lambda buffer: _place(buffer, barriers),
             share_conditions=barriers.conditions,
             lora_table=statements.index.get(ADAPTER_TABLE),
+            **_sums(program),
             **_sizes(program, statements),
         )
     )
@@ -124,6 +125,14 @@ def _hidden_width(program: Program) -> int:
     return next((call.k for call in program.calls if isinstance(call, Gemm) and call.name == program.head), 0)
 
 
+def _sums(program: Program) -> dict[str, Any]:
+    """The sums over ranks: the calls, floats of the widest row, and whether they have rows whose logits are wanted."""
+    sums = [call for call in program.calls if isinstance(call, AllReduce)]
+    buffers = [program.buffer(call.x) for call in sums]
+    widest = max((buffer.stride for buffer in buffers), default=0)
+    return {"sums": sums, "sum_floats": widest, "late_sums": any(buffer.rows == "outputs" for buffer in buffers)}
+
+
 def _sizes(program: Program, statements: Statements) -> dict[str, Any]:
     """Sizes of scratch memory and of private copies, and the tables of cos and sin."""
     experts = [call for call in program.calls if isinstance(call, ExpertGemm)]
@@ -146,7 +155,7 @@ def _sizes(program: Program, statements: Statements) -> dict[str, Any]:
 
 def _description(program: Program, target: Target) -> str:
     """What qc_describe returns."""
-    kv = program.kv
+    kv, sums = program.kv, _sums(program)
     data = {
         "abi": CPU_ABI,
         "isa": target.isa,
@@ -166,6 +175,7 @@ def _description(program: Program, target: Target) -> str:
         },
         "calls": [call.name for call in program.calls],
         **({"slot_bytes": program.states.slot_bytes} if program.states.layers else {}),
+        **({"sum_floats": sums["sum_floats"], "ranks": sums["sums"][0].ranks} if sums["sums"] else {}),
     }
     return json.dumps(data, sort_keys=True)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from qcompile.codegen.buffers import PAD
 from qcompile.codegen.calls import (
+    AllReduce,
     Attention,
     Call,
     Combine,
@@ -161,6 +162,11 @@ class Statements:
 
     _lora_shrink, _lora_expand = lora_statements.lora_shrink, lora_statements.lora_expand
     _gate_rows = lora_statements.gate_rows
+
+    def _all_reduce(self, c: AllReduce, _: int) -> list[str]:
+        x = self.program.buffer(c.x)
+        rows = "b.tokens" if x.rows == "tokens" else "b.outputs"
+        return [f"all_reduce(s, {ident(c.x)}, (int64_t){rows} * {x.stride}, {ident(c.out)});"]
 
     def _mean(self, c: Mean, _: int) -> list[str]:
         self.headers["formulas.h"] = None

@@ -54,11 +54,12 @@ def runtime(
     levels: Sequence[Mapping[str, Any]],
     vocab_size: int,
     kv: Mapping[str, Any],
+    ranks: Sequence[Sequence[int]] = (),
 ) -> dict[str, Any]:
     """The section that the runtime loads by: `weights` from ArtifactWriter.add_weights, `levels` from drafts.levels.
 
     A level's `weights` are indices into the list of all weights, which starts with the target's; its `kv` is null if
-    the path uses the target's cache.
+    the path uses the target's cache. `ranks` are such indices for each of several processes that run the model.
     """
     return {
         "abi": kernels.abi,
@@ -69,6 +70,7 @@ def runtime(
         "max_outputs": kernels.most_outputs,
         "vocab_size": vocab_size,
         "kv": dict(kv),
+        **({"ranks": [list(indices) for indices in ranks]} if ranks else {}),
     }
 
 

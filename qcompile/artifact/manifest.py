@@ -73,6 +73,7 @@ SHAPE: Shape = {
         "kv": _KV,
         "weights": [{"name": str, "file": str, "offset": Whole(), "bytes": Whole()}],
         "levels": Maybe([dict]),
+        "ranks": Maybe([[Whole()]]),
     },
     "target": {"name": str, "isa": str, "requires": [str]},
     "tuned": Maybe(
@@ -109,6 +110,7 @@ def check_manifest(manifest: dict[str, Any], place: str = "manifest") -> None:
     if (runtime["kv"].get("ring_tokens") or 0) % (3 * runtime["kv"]["page_tokens"]):
         raise ArtifactError(f"{place}.runtime.kv.ring_tokens is not three groups of whole pages; build it again")
     weights = Whole(0, len(runtime["weights"]) - 1)
+    check_shape(runtime, {"ranks": Maybe([[weights]])}, f"{place}.runtime")
     for number, level in enumerate(runtime.get("levels") or []):
         shape = _LOOKUP if "lookup" in level else _PATH | {"weights": [weights]}
         check_shape(level, shape, f"{place}.runtime.levels[{number}]")

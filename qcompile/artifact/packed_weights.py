@@ -35,6 +35,8 @@ class PackedWeights:
             raise ArtifactError(f"{root} is damaged: {problems[0]}; build it again")
         if manifest["target"].get("kind", "cpu") != "cpu":
             raise UnsupportedError(f"export: {root} is packed for {manifest['target']['name']}; build it for a CPU")
+        if ranks := manifest["runtime"].get("ranks"):
+            raise UnsupportedError(f"export: {root} is divided over {len(ranks)} processes; build it for one")
         self.root = root
         self.entries = {entry["name"]: entry for entry in manifest["runtime"]["weights"]}
         text = read_plain(root / STEP).decode()

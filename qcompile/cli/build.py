@@ -26,7 +26,7 @@ from qcompile.cli.options import (
     command,
 )
 from qcompile.recipe_files.resolved import Resolved
-from qcompile.recipes import allocation, parse_options
+from qcompile.recipes import allocation
 
 if TYPE_CHECKING:
     from qcompile.passes.base import PassRecord
@@ -58,8 +58,9 @@ def build(  # parameters: the groups of its options
       qcompile build samples/pycode-26m -o out/auto --recipe auto --calib samples/text.jsonl --target-bits 4.4
       qcompile build samples/pycode-26m -o out/fast --recipe ml-specqd --draft samples/pycode-1m --draft lookup
       qcompile build samples/pycode-26m -o out/tuned --lora my-adapter --lora style=0.5
+      qcompile build samples/pycode-26m -o out/two --recipe w8a8 --tensor-parallel-size 2
     """
-    settings = parse_options(compilation.options or []) | allocation(budget.bits, budget.rise)
+    settings = compilation.settings() | allocation(budget.bits, budget.rise)
     recipe = refusals.check_formats(compilation.recipe, compilation.target, compilation.head_dtype, settings)
     refusals.check_pass("--explain", inspection.explain)
     if calibration.calib is not None and calibration.calib not in _NAMED_TEXTS:

@@ -88,7 +88,7 @@ def bench(
             raise ResourceError(f"--serve needs {error.name}: pip install 'qcompile[bench]'") from error
         load_test.check(out, load, loading, building)  # before anything is built
         if not load_test.is_url(out):
-            out = str(artifact_of(out, building).path)
+            out = str(artifact_of(out, building, loading.tensor_parallel_size).path)
         load_test.run(out, load, loading, json, jsonl)
         return
     from qcompile.cli import bench as benchmark

@@ -19,7 +19,7 @@ from qcompile.checkpoints.adapter_files import check_model
 from qcompile.checkpoints.identity import identity
 from qcompile.cli import calibrating, console, machine, refusals
 from qcompile.cli.estimate import Estimate
-from qcompile.cli.options import Building, Loading
+from qcompile.cli.options import Building, Loading, divided
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.recipe_files.resolved import Resolved, resolve
 from qcompile.recipes import parse_options
@@ -46,7 +46,7 @@ def opened(given: str, building: Building, loading: Loading, **more: Any) -> Ite
     An artifact in the cache that turns out to be damaged is built again.
     """
     loading.arguments()  # refuses wrong values before anything is built
-    artifact = artifact_of(given, building)
+    artifact = artifact_of(given, building, loading.tensor_parallel_size)
     start = time.monotonic()
     try:
         llm = loading.load(artifact.path, **more)
@@ -54,16 +54,17 @@ def opened(given: str, building: Building, loading: Loading, **more: Any) -> Ite
         if not artifact.kept:
             raise
         console.note(f"qcompile: {error}")
-        artifact = artifact_of(given, replace(building, rebuild=True))
+        artifact = artifact_of(given, replace(building, rebuild=True), loading.tensor_parallel_size)
         llm = loading.load(artifact.path, **more)
     console.detail(f"loaded {artifact.path} in {time.monotonic() - start:.2f} s")
     with llm:
         yield llm, artifact
 
 
-def artifact_of(given: str, building: Building) -> Artifact:
+def artifact_of(given: str, building: Building, ranks: int | None = None) -> Artifact:
     """The artifact `given`, or that of the model `given`, which is built now unless the cache has it.
 
+    A model is built for `ranks` processes that run it together.
     `given` is the directory of an artifact or a checkpoint, or a name on the model hub. Raises QCompileError.
     """
     if not given:
@@ -72,7 +73,7 @@ def artifact_of(given: str, building: Building) -> Artifact:
     if (path / MANIFEST).is_file():
         _check_unused(given, building)
         return Artifact(path, kept.KeptArtifact(path.resolve().parent).about.get("model") or path.resolve().name, False)
-    request = _Request.of(given, building)
+    request = _Request.of(given, building, divided(ranks))
     place = request.place
     console.detail(f"place in the cache: {place.folder}")
     if building.rebuild or not place.ready:
@@ -102,9 +103,9 @@ class _Request:
     place: kept.KeptArtifact
 
     @classmethod
-    def of(cls, given: str, building: Building) -> _Request:
-        """What the options ask for, and what fits this machine where they do not say."""
-        options, remote = parse_options(building.options or []), building.allow_remote_code
+    def of(cls, given: str, building: Building, more: dict[str, str]) -> _Request:
+        """What the options and `more` options of passes ask for, and what fits this machine where they do not say."""
+        options, remote = parse_options(building.options or []) | more, building.allow_remote_code
         device = _device(building)
         refusals.check_formats(building.recipe or "w8a8", building.target or "cpu", None, options)
         directory, name = _checkpoint(given, building)

@@ -18,7 +18,7 @@ import typer
 from qcompile import __version__
 from qcompile.cli import console, environment
 from qcompile.errors import UsageError
-from qcompile.recipes import RECIPES
+from qcompile.recipes import RECIPES, parse_options
 from qcompile.targets import TARGET_NAMES
 
 if TYPE_CHECKING:
@@ -52,6 +52,16 @@ Head = Annotated[
     str | None,
     typer.Option("--head-dtype", metavar="TYPE", help="Output head: int8, nested, bf16 or f32. Default: the recipe's."),
 ]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel-size",
+        min=1,
+        metavar="N",
+        help="Processes that run the model together, each with a part of its weights and of the KV cache. On CPUs. "
+        "Default: 1, or what the artifact was built for.",
+    ),
+]
 PassFields = Annotated[
     list[str] | None,
     typer.Option(
@@ -60,6 +70,11 @@ PassFields = Annotated[
         help="Set a field of a pass (see `qcompile passes`), or a rule of the recipe (rules.NAME={...}); repeatable.",
     ),
 ]
+
+
+def divided(ranks: int | None) -> dict[str, str]:
+    """The options of passes that divide a model over so many processes."""
+    return {"shard.ranks": str(ranks)} if ranks is not None and ranks > 1 else {}
 
 
 def _print_version(wanted: bool) -> None:
@@ -190,6 +205,11 @@ class DraftedCompilation(Compilation):
             "--lora", metavar="DIR[=FACTOR]", help="LoRA adapter (PEFT) to merge into the weights; repeatable."
         ),
     ] = None
+    tensor_parallel_size: TensorParallel = None
+
+    def settings(self) -> dict[str, str]:
+        """The options of passes. Raises UsageError for one that is not written PASS.FIELD=VALUE."""
+        return parse_options(self.options or []) | divided(self.tensor_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -332,6 +352,7 @@ class Loading:
             help="Longest sequence in tokens, prompt and reply; less takes less memory. Default: the model's context.",
         ),
     ] = None
+    tensor_parallel_size: TensorParallel = None
 
     def load(self, path: Path, **more: Any) -> LLM:
         """`qcompile.load` with these options, and `more` of its arguments. Raises QCompileError."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from qcompile.artifact.abi import CPU_ABI
 from qcompile.errors import ArtifactError, ResourceError, UsageError
+from qcompile.runtime.cpu.ranks import RankProcesses
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.draws import Draws
@@ -21,6 +22,9 @@ from qcompile.runtime.sampling.logprobs import alternatives_of
 from qcompile.runtime.sampling.masks import GrammarState
 from qcompile.runtime.sampling.penalties import Penalties
 from qcompile.runtime.step import RATES, HiddenStates, Limits, Rate, Rows, SlotCopies
+
+_RANK_FAILED = 2
+"""The status of a step of a divided model, one of whose ranks has ended."""
 
 FILL_MASK = ctypes.CFUNCTYPE(
     None, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32
@@ -185,6 +189,10 @@ def bind(library: Any) -> None:
     }
     if hasattr(library, "qc_hidden"):
         signatures["qc_hidden"] = (ctypes.c_int, [handle, batch, ctypes.c_void_p])
+    if hasattr(library, "qc_join"):
+        signatures["qc_rank_bytes"] = (ctypes.c_int64, [handle])
+        signatures["qc_join"] = (ctypes.c_int, [handle, ctypes.c_void_p])
+        signatures["qc_follow"] = (ctypes.c_int, [handle])
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -220,6 +228,8 @@ class Executor:
         states: StateMemory | None = None,
     ) -> None:
         self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
+        self.ranks: RankProcesses | None = None
+        """The processes that run the other parts of a divided model."""
         self._keep: tuple[object, ...] = (pointers, kv)
         self.states = states.slots if states else None
         """The slots of recurrent states, one after the other; None if the model has no states."""
@@ -333,9 +343,15 @@ class Executor:
         outputs = self._fill(sequences, draws)
         self._batch.logits = self._logits_address if logits else None
         status = self.library.qc_step(self.handle, self._reference)
-        if status:
-            raise RuntimeError(f"qc_step refused its arguments ({status})")
+        self._check_status("qc_step", status)
         return self._argmax[:outputs], self._logits[:outputs] if logits else None
+
+    def _check_status(self, function: str, status: int) -> None:
+        """Raise ResourceError if a rank has failed, RuntimeError if the library has refused its arguments."""
+        if status == _RANK_FAILED and self.ranks is not None:
+            raise ResourceError(self.ranks.problem or "the model's other ranks have ended: load the model again")
+        if status:
+            raise RuntimeError(f"{function} refused its arguments ({status})")
 
     def _step_hidden(self, sequences: Sequence[Rows]) -> FloatArray:
         """Run one step. Returns the hidden states [outputs, width] of the output rows."""
@@ -343,8 +359,7 @@ class Executor:
         self._batch.logits = None
         found: FloatArray = np.empty((max(outputs, 1), self.description["hidden_width"]), np.float32)
         status = self.library.qc_hidden(self.handle, self._reference, found.ctypes.data)
-        if status:
-            raise RuntimeError(f"qc_hidden refused its arguments ({status})")
+        self._check_status("qc_hidden", status)
         return found[:outputs]
 
     def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
@@ -358,8 +373,7 @@ class Executor:
         self._batch.logits = None
         out = ctypes.addressof(self._decoded)
         status = self.library.qc_decode(self.handle, self._reference, steps, out)
-        if status:
-            raise RuntimeError(f"qc_decode refused its arguments ({status})")
+        self._check_status("qc_decode", status)
         return self._decoded[:count]
 
     def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
@@ -396,6 +410,8 @@ class Executor:
     def close(self) -> None:
         """End the library's threads and free its memory; idempotent."""
         handle, self.handle = self.handle, None
+        if self.ranks is not None:
+            self.ranks.close()
         if handle:
             self.library.qc_close(handle)
             self._keep = ()

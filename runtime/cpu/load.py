@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qcompile.artifact.layout import Manifest
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.runtime.cpu.executor import Executor, StateMemory, bind
+from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory, join
 from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory
@@ -38,10 +40,9 @@ def open_cpu(
     `tokenizer` is the target's. Raises ArtifactError (manifest and libraries differ), ResourceError (memory, threads),
     UsageError.
     """
-    runtime, model = artifact.manifest["runtime"], artifact.manifest["model"]
-    kv = runtime["kv"]
-    sizes = step_rows or runtime["max_tokens"], runtime["vocab_size"], kv["page_tokens"], model["max_position"]
-    limits = Limits(*sizes, kv.get("ring_tokens") or 0)
+    runtime = artifact.manifest["runtime"]
+    kv, ranks = runtime["kv"], len(runtime.get("ranks") or [0])
+    limits = _limits(artifact.manifest, step_rows or runtime["max_tokens"])
     # The manifest calls draft stages "levels": the format of artifacts is stable.
     stages = runtime.get("levels") or [] if drafts else []
     page_bytes = kv["page_bytes"] + sum(
@@ -49,13 +50,16 @@ def open_cpu(
     )
     slot_bytes = _slot_bytes(kv) + sum(_slot_bytes(stage["kv"]) for stage in stages if stage.get("kv"))
     _check_states(slot_bytes, max_batch)
-    pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes)
+    pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes, ranks)
     bind(artifact.library)
-    copies = _snapshots(kv, max_batch) if snapshots else 0
+    copies = _snapshots(kv, max_batch) if snapshots and ranks == 1 else 0  # other ranks would have to copy theirs
     arena, states = Arena(pages * kv["page_bytes"]), _states(kv, max_batch, copies)
     with ExitStack() as undo:
         executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits, states=states)
         undo.callback(executor.close)
+        if ranks > 1:
+            executor.ranks = _start_ranks(artifact, executor, ranks, max_batch)
+            executor.embed_width = 0  # a plan has no embeddings
         drafter: Drafter | None = None
         if stages and stages[0].get("tokenizer"):
             drafter = _open_reencoder(artifact, stages[0], executor, tokenizer, max_batch, undo)
@@ -63,6 +67,34 @@ def open_cpu(
             drafter = _open_stages(artifact, stages, executor, _Caches(arena, states, max_batch), undo)
         undo.pop_all()
     return executor, drafter
+
+
+def _limits(manifest: Manifest, rows: int) -> Limits:
+    """The limits of an executor of the artifact with steps of at most `rows` rows."""
+    runtime, kv = manifest["runtime"], manifest["runtime"]["kv"]
+    position = manifest["model"]["max_position"]
+    return Limits(rows, runtime["vocab_size"], kv["page_tokens"], position, kv.get("ring_tokens") or 0)
+
+
+def _start_ranks(artifact: LoadedArtifact, executor: Executor, ranks: int, max_batch: int) -> RankProcesses:
+    """Start the processes of the other ranks, and join them. Raises ResourceError if one cannot open the model."""
+    assert executor.handle
+    memory = SharedMemory(artifact.library.qc_rank_bytes(executor.handle))
+    join(artifact.library, executor.handle, memory, ranks, 0)
+    limits, root = executor.limits, str(artifact.root.absolute())
+    sizes = executor.kv_pages, executor.threads, max_batch, limits.max_tokens, limits.max_position
+    settings = [RankSettings(root, rank, *sizes, memory.descriptor, memory.size) for rank in range(1, ranks)]
+    return RankProcesses(memory, settings)
+
+
+def open_rank(artifact: LoadedArtifact, settings: RankSettings) -> Executor:
+    """Open the artifact's part of one rank as rank 0 has opened its own, but for joining it."""
+    kv = artifact.manifest["runtime"]["kv"]
+    limits = _limits(artifact.manifest, settings.max_tokens)._replace(max_position=settings.max_position)
+    bind(artifact.library)
+    arena, states = Arena(settings.pages * kv["page_bytes"]), _states(kv, settings.max_batch)
+    given = arena, settings.pages, settings.threads, limits
+    return Executor(artifact.library, artifact.pointers, *given, states=states)
 
 
 class _Caches(NamedTuple):
@@ -151,8 +183,9 @@ def _open_reencoder(
     return open_reencoder(artifact.root, files, stage, tokenizer, vocab, executor, pool)
 
 
-def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None) -> int:
-    """Number of pages of the KV cache, each of `page_bytes` over all paths."""
+def _kv_pages(page_bytes: int, limits: Limits, max_batch: int, wanted_bytes: int | None, ranks: int) -> int:
+    """Number of pages of the KV cache, each of `page_bytes` over all paths in each of `ranks` processes."""
+    page_bytes *= ranks
     full = max_batch * limits.pages_for(limits.max_position)
     if not page_bytes:  # no attention: pages only count positions
         return full

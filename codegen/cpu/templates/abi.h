@@ -108,7 +108,7 @@ typedef struct {               // rounds of drafting and verifying for S sequenc
 QC_API const char* qc_describe(void);             // JSON: abi, isa, dimensions, call names in order
 QC_API void* qc_open(const qc_config* config);    // null if memory or threads are unavailable
 QC_API void* qc_team(void* model);
-QC_API int qc_step(void* model, const qc_batch* batch);  // 0 done, 1 invalid argument
+QC_API int qc_step(void* model, const qc_batch* batch);  // 0 done, 1 invalid argument, 2 a rank has failed
 // Decodes `steps` tokens per sequence (tokens == sequences == outputs), each fed back as the next input.
 // Token i of sequence s goes to out[i * S + s]. The block tables must already have room. 0 done, 1 invalid argument.
 QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t* out);
@@ -116,6 +116,17 @@ QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t*
 // built before it was added do not have it. 0 done, 1 invalid argument or no hidden states.
 QC_API int qc_hidden(void* model, const qc_batch* batch, float* out);
 QC_API int qc_speculate(const qc_speculation*);  // 0 done, 1 invalid argument
+// Only in a library of a divided model: join the processes that run it together. To be called once, before any step.
+typedef struct {
+  void* memory;                // shared by all, zeros at first: see ranks.h
+  int64_t bytes;
+  int32_t ranks;
+  int32_t rank;                // 0: this process schedules; others call qc_follow
+} qc_ranks;
+QC_API int64_t qc_rank_bytes(void* model);               // of the memory that they share
+QC_API int qc_join(void* model, const qc_ranks* ranks);  // 0 done, 1 invalid argument
+// Runs the steps that rank 0 runs, until it ends. 0 ended, 2 a rank has failed.
+QC_API int qc_follow(void* model);
 QC_API int qc_profile(void* model, int32_t on);   // start or stop timing calls; both reset the counters
 QC_API int qc_profile_read(void* model, double* seconds, int64_t* counts, int32_t n);
 QC_API double qc_probe(void* model, int32_t what);  // 0 read GB/s, 1 int8 GOPS, 2 f32 GFLOPS, 3 bf16 GFLOPS

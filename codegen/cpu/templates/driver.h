@@ -53,6 +53,7 @@ QC_API void qc_close(void* model) {
   Model& m = *(Model*)model;
   if (m.team == &m.own_team) m.team->close();
   if (m.memory) munmap(m.memory, m.memory_bytes);
+  free(m.ranks);
   free(model);
 }
 
@@ -78,6 +79,11 @@ QC_API void* qc_open(const qc_config* c) {
   }
   return p;
 }
+
+#ifndef QC_RANKS
+static bool begin_step(Model&, qc_batch&) { return true; }
+static int status(const Model&) { return 0; }
+#endif
 
 QC_API void* qc_team(void* model) { return model ? ((Model*)model)->team : nullptr; }
 
@@ -195,6 +201,7 @@ static void run_batch(Model& m, const qc_batch& b) {
     const qc_draws& d = b.draws[s];
     chosen |= d.temperature > 0 || d.room > 0 || d.biased > 0 || d.reported > 0 || d.known > 0;
   }
+  if (!begin_step(m, m.batch)) return;
   if (chosen && !b.logits) m.batch.logits = m.logits;
   if (chosen) keep_recent(b), fill_masks(m, b);
   memset(m.next_task, 0, sizeof m.next_task);
@@ -210,7 +217,7 @@ static void run_batch(Model& m, const qc_batch& b) {
 QC_API int qc_step(void* model, const qc_batch* batch) {
   if (!model || !valid(*(Model*)model, batch, 1)) return 1;
   run_batch(*(Model*)model, *batch);
-  return 0;
+  return status(*(Model*)model);
 }
 
 QC_API int qc_hidden(void* model, const qc_batch* batch, float* out) {
@@ -221,7 +228,7 @@ QC_API int qc_hidden(void* model, const qc_batch* batch, float* out) {
   m.hidden = out;
   run_batch(m, b);
   m.hidden = nullptr;
-  return 0;
+  return status(m);
 }
 
 QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t* out) {
@@ -243,6 +250,7 @@ QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t*
   for (int i = 0; i < steps; ++i) {
     b.argmax = out + (int64_t)i * n;
     run_batch(m, b);
+    if (status(m)) return status(m);
     for (int s = 0; s < n; ++s) ids[s] = token_after(b.argmax[s]), ++positions[s];
   }
   return 0;

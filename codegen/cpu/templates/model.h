@@ -34,6 +34,7 @@ struct Model {
   uint32_t* masks;                 // [outputs][mask_words(vocab)] of the running step's rows that have one
   int32_t* feedback;               // token ids, positions and rows of qc_decode, [3][capacity]
   uint32_t next_task[kCalls];      // next attention task to assign, by call
+  struct Ranks* ranks;             // what the processes of a divided model share; null: there is one process
   bool profiling;
   double seconds[kCalls];
   int64_t counts[kCalls];

@@ -1,0 +1,55 @@
+"""The process of a rank but the first: it opens its part of a divided model and runs the steps that rank 0 plans.
+
+It prints one line of JSON once it is ready, or that says why it is not. It ends when rank 0 closes the model, when a
+rank fails, and when its standard input is closed, as the end of rank 0's process does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+from qcompile.artifact.reader import read_checked_manifest
+from qcompile.errors import QCompileError
+from qcompile.runtime.cpu.load import open_rank
+from qcompile.runtime.cpu.ranks import RankSettings, SharedMemory, join
+from qcompile.runtime.loader import load_artifact
+
+_PATIENCE = 3.0
+"""Seconds until the process ends in any case, once rank 0's has."""
+
+
+def main() -> None:
+    """Read the settings from standard input, follow rank 0, and exit: 0 if it ended, 1 if this rank could not open."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is rank 0's, which ends the others
+    settings = RankSettings.of(sys.stdin.readline())
+    memory = SharedMemory(settings.size, settings.descriptor)
+    threading.Thread(target=_watch, args=(memory,), daemon=True).start()
+    try:
+        manifest = read_checked_manifest(settings.root)
+        artifact = load_artifact(settings.root, manifest, settings.rank)
+        executor = open_rank(artifact, settings)
+        assert executor.handle
+        join(artifact.library, executor.handle, memory, len(manifest["runtime"]["ranks"]), settings.rank)
+    except QCompileError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        sys.exit(1)
+    print(json.dumps({"ready": True}), flush=True)
+    artifact.library.qc_follow(executor.handle)
+    executor.close()
+
+
+def _watch(memory: SharedMemory) -> None:
+    """Wait for the end of rank 0's process, and end this one."""
+    sys.stdin.read()
+    memory.fail()
+    time.sleep(_PATIENCE)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""A divided model in two processes: its results, its failures, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qcompile
+from qcompile import SamplingParams, check, pipeline
+from qcompile.artifact.manifest import check_manifest
+from qcompile.artifact.packed_weights import PackedWeights
+from qcompile.artifact.reader import read_checked_manifest
+from qcompile.errors import ArtifactError, PassError, QCompileError, ResourceError, UnsupportedError, UsageError
+from qcompile.graph import Graph
+from qcompile.passes.base import run_passes
+from qcompile.passes.schedule import configure
+from qcompile.recipes import get_recipe
+from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory
+from tests.support.graphs import decoder, logits_whatever_the_step, sequence_inputs
+
+TWO = {"shard.ranks": "2"}
+QUICK = 5.0
+"""Seconds within which everything must have ended after a process of a rank has."""
+
+
+def small() -> Graph:
+    return decoder(hidden=64, heads=4, head_dim=64, ffn=512, bias=True)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 4-bit weights in groups and 16-bit activations, which are rounded alike however a row is divided."""
+    out = tmp_path_factory.mktemp("ranks") / "two"
+    pipeline.build(small(), out, recipe="w4a16", options=TWO)
+    return out
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one whose parent has not noticed counts."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    return True
+
+
+def soon(what: Any) -> bool:
+    """Whether `what()` becomes true within QUICK seconds."""
+    end = time.monotonic() + QUICK
+    while time.monotonic() < end:
+        if what():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_two_processes_compute_the_model_whatever_the_step(artifact: Path) -> None:
+    ids, positions = sequence_inputs(70)
+    logits = logits_whatever_the_step(artifact, ids)
+    passes = configure(get_recipe("w4a16").settings(), {})[1:]
+    graph = next(graph for graph in run_passes(small(), passes)[0][::-1] if graph.stage == "quantize")
+    expected = graph.run(ids, positions, dtype=torch.float32)
+    assert check.max_relative_error(logits, expected) < 0.02  # a cache in 16 bits, which the graph does not have
+
+
+def test_texts_depend_neither_on_neighbours_nor_on_the_run(artifact: Path) -> None:
+    prompts = [[1, 2, 3], [4, 5], list(range(40))]
+    params = [
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True, presence_penalty=0.5),
+    ]
+    found: list[Any] = []
+    for _ in range(2):
+        with qcompile.load(artifact, threads=2, tensor_parallel_size=2) as llm:
+            executor: Any = llm.executor
+            pids = executor.ranks.pids
+            for each in params:
+                together = [output.outputs[0].token_ids for output in llm.generate(prompts, each)]
+                assert together == [llm.generate([prompt], each)[0].outputs[0].token_ids for prompt in prompts]
+                found.append(together)
+        assert len(pids) == 1 and all(map(gone, pids))
+    assert found[:2] == found[2:] and found[0] != found[1]
+
+
+def test_the_end_of_a_rank_ends_all_requests_and_names_it(artifact: Path) -> None:
+    with qcompile.load(artifact, threads=1) as llm:
+        executor: Any = llm.executor
+        (pid,) = executor.ranks.pids
+        llm.generate([[1, 2]], SamplingParams(max_tokens=2))
+        os.kill(pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(ResourceError, match=rf"rank 1 \(process {pid}\) was ended by signal 9: load"):
+            llm.generate([[1, 2]], SamplingParams(max_tokens=400, ignore_eos=True))
+        assert time.monotonic() - start < QUICK
+
+
+def test_a_rank_that_stops_does_not_keep_the_model_open(artifact: Path) -> None:
+    llm = qcompile.load(artifact, threads=1)
+    executor: Any = llm.executor
+    (pid,) = executor.ranks.pids
+    llm.close()
+    llm.close()
+    assert gone(pid)
+    with pytest.raises(UsageError, match="closed"):
+        llm.generate([[1]], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_end_of_the_first_process_ends_the_others(how: signal.Signals, artifact: Path) -> None:
+    program = (
+        "import sys, time, qcompile; llm = qcompile.load(sys.argv[1], threads=1); "
+        "print(*llm.executor.ranks.pids, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, artifact], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        pid = int(process.stdout.readline())
+        assert not gone(pid)
+        process.send_signal(how)
+        assert soon(lambda: gone(pid))
+
+
+def test_a_rank_that_cannot_open_the_model_says_why(tmp_path: Path) -> None:
+    memory = SharedMemory(1 << 16)
+    settings = RankSettings(str(tmp_path), 1, 4, 1, 1, 8, 64, memory.descriptor, memory.size)
+    with pytest.raises(QCompileError, match=f"rank 1: {tmp_path}"):
+        RankProcesses(memory, [settings])
+
+
+def test_load_refuses_another_number(artifact: Path) -> None:
+    with pytest.raises(UsageError, match=r"3: .* was built for 2 processes; build it with --tensor-parallel-size 3"):
+        qcompile.load(artifact, tensor_parallel_size=3)
+    for wrong in (0, "2"):
+        with pytest.raises(UsageError, match="tensor_parallel_size must be a whole number"):
+            qcompile.load(artifact, tensor_parallel_size=wrong)  # type: ignore[arg-type]
+
+
+def test_weights_of_ranks_lie_in_the_artifact_and_are_not_exported(artifact: Path) -> None:
+    manifest = read_checked_manifest(artifact)
+    first, second = manifest["runtime"]["ranks"]
+    assert len(first) == len(second) and set(first) != set(second)
+    with pytest.raises(UnsupportedError, match="divided over 2 processes; build it for one"):
+        PackedWeights(artifact)
+    second[0] = len(manifest["runtime"]["weights"])
+    with pytest.raises(ArtifactError, match=r"runtime.ranks\[1\]\[0\] is not a whole number between 0 and"):
+        check_manifest(manifest)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "drafts": ({"recipe": "quantspec"}, UnsupportedError, "drafts do not run on 2 ranks"),
+    "lookup": ({"drafts": "lookup"}, UnsupportedError, "drafts do not run on 2 ranks"),
+    "adapters": ({"options": TWO | {"lora.rank": "8"}}, UnsupportedError, "lora.rank: adapters"),
+    "checks": ({"check_passes": True}, UsageError, "a rank alone has no logits to check"),
+    "a GPU": ({"target": "h100"}, UnsupportedError, "target h100 runs on one GPU so far"),
+    "a rank": ({"options": TWO | {"shard.rank": "1"}}, UsageError, "a build makes all ranks"),
+    "rows of other bits": ({"recipe": "mixllm", "drafts": ()}, UnsupportedError, "rank 1 would need other kernels"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_builds_refuse_what_ranks_do_not_do(name: str, tmp_path: Path) -> None:
+    given, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        pipeline.build(small(), tmp_path / "out", **({"recipe": "w4a16", "options": TWO} | given))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_of_which_nothing_divides_is_refused(tmp_path: Path) -> None:
+    from tests.support.graphs import latent
+
+    with pytest.raises(PassError, match="nothing of this model can be divided over 2"):
+        pipeline.build(latent(heads=4), tmp_path / "out", recipe="f32", options=TWO)
