@@ -21,19 +21,42 @@ def spelled(tokenizer: Tokenizer, token: int) -> str:
     return twice[len(once) :] if twice.startswith(once) else once
 
 
+class TokenLengths(dict[int, int]):
+    """Characters of a token's text on its own, by token; 0 if it has none, or if its bytes may be part of a character.
+
+    skip_special: whether special tokens have no text. Filled as tokens are asked for.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+
+    def __missing__(self, token: int) -> int:
+        text = self._tokenizer.decode([token], skip_special_tokens=self._skip_special)
+        length = self[token] = 0 if BROKEN in text else len(text)
+        return length
+
+
 class Detokenizer:
     """Decodes tokens incrementally and returns only complete characters.
 
-    Special tokens have no text with `skip_special`. The whole text equals the tokenizer's own decoding of all tokens
-    after the prompt, and does not depend on how the tokens are divided among calls.
+    Special tokens have no text with `skip_special`. lengths: those of the tokenizer's tokens, which texts share. The
+    whole text equals the tokenizer's own decoding of all tokens after the prompt, and does not depend on how the tokens
+    are divided among calls.
 
     `tokenizers.decoders.DecodeStream` gives other results (tests/runtime/test_text.py shows each): it never returns an
     incomplete character at the end of a text, holds any number of invalid bytes back, raises an exception on some
     invalid bytes of a tokenizer with byte fallback, and cannot be copied, which the search for stop texts needs.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        skip_special: bool = True,
+        lengths: TokenLengths | None = None,
+    ) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._lengths = TokenLengths(tokenizer, skip_special) if lengths is None else lengths
         # With single-byte tokens, one invalid byte makes the whole run of bytes around it invalid, including what was
         # returned already. The length of the run in the window must not depend on how tokens are divided among calls.
         self._one_by_one = tokenizer.token_to_id("<0x0A>") is not None
@@ -58,7 +81,7 @@ class Detokenizer:
     def _push(self, tokens: Sequence[int], last: bool) -> str:
         self._ids += tokens
         text = self._decode()
-        held = 0 if last else len(text) - len(text.rstrip(BROKEN))
+        held = len(text) - len(text.rstrip(BROKEN)) if not last and text.endswith(BROKEN) else 0
         over = held > _MAX_HELD  # no character is that long: the bytes are invalid, but the last may begin a character
         if over:
             held = 0 if self._one_by_one else 1
@@ -72,7 +95,10 @@ class Detokenizer:
 
     def _shrink(self, returned: int, held: int) -> None:
         """After all text but `held` characters was returned: shrink the window to its newest tokens, as context, if
-        these have text."""
+        these have text. The last one is enough, if it is whole characters."""
+        if not held and (length := self._lengths[self._ids[-1]]):
+            self._ids, self._returned, self._complete = self._ids[-1:], length, 1
+            return
         before, self._ids = self._ids, self._ids[self._complete :]
         self._returned = len(self._decode()) - held
         if self._returned <= 0 and len(before) < _MOST_CONTEXT:

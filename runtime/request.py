@@ -47,18 +47,26 @@ class RequestSpec:
     max_length: int
     params: SamplingParams
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether nothing but the prompt is wanted."""
+        return self.max_length == self.prompt_length
+
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
     """The tokens of a request and their place in the KV cache, including what pending steps will add.
 
-    A pending step is one that has been started and has not been waited for (engine/pending.py).
+    A pending step is one that has been started and has not been waited for (engine/pending.py). Each step asks these
+    properties of each request, so they are written without calls of each other.
     """
 
     tokens: list[int]
     """The prompt, followed by the generated tokens."""
     pages: list[int] = field(default_factory=list)
     """KV pages that the request holds, in the order of positions."""
+    room: int = 0
+    """Positions for which the pages are known to suffice."""
     slot: int = NO_SLOT
     """Slot of recurrent states that the request holds while it runs."""
     state_ends: list[int] = field(default_factory=list)
@@ -89,12 +97,14 @@ class SequenceState:
     @property
     def uncomputed(self) -> int:
         """Tokens that no step has computed and no pending step computes; 1 while decoding."""
-        return self.length - self.scheduled
+        return len(self.tokens) + self.pending_tokens - self.computed - self.pending_rows
 
     @property
     def decodes(self) -> bool:
         """Whether only the last token is left to compute, and it has no embedding of its own."""
-        return self.uncomputed == 1 and (self.embeds is None or self.scheduled >= len(self.embeds))
+        if len(self.tokens) + self.pending_tokens - self.computed - self.pending_rows != 1:
+            return False
+        return self.embeds is None or self.scheduled >= len(self.embeds)
 
     def embeds_from(self, start: int) -> FloatArray | None:
         """The embeddings of the positions from `start` on; None if there are none."""
@@ -179,6 +189,8 @@ class StreamState:
     marks: dict[int, str] = field(default_factory=dict)
     held: HeldText = field(default_factory=HeldText)
     """Text that may turn out to be the start of a stop text, and is not in the output yet."""
+    unread: list[int] = field(default_factory=list)
+    """Tokens whose text is not in the output yet, as nobody has asked for it (engine/stops.py)."""
 
 
 @dataclass(eq=False, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import Any, NamedTuple
 
 from qcompile.runtime.cuda.counts import MIN_PAGES, AttentionWork, attention_work, eighths, power_of_two
@@ -80,9 +80,9 @@ class StepInputs:
         ends = zip(sequences, starts[1:], strict=True)
         values: dict[str, list[int]] = {
             "counter": [0],
-            "token_ids": [token for rows in sequences for token in rows.tokens],
-            "positions": [rows.start + i for rows, count in zip(sequences, lengths, strict=True) for i in range(count)],
-            "row_sequence": [index for index, count in enumerate(lengths) for _ in range(count)],
+            "token_ids": list(chain.from_iterable(rows.tokens for rows in sequences)),
+            "positions": [at for rows in sequences for at in range(rows.start, rows.start + len(rows.tokens))],
+            "row_sequence": list(chain.from_iterable(map(repeat, range(len(lengths)), lengths))),
             "output_rows": [row for rows, end in ends for row in range(end - rows.outputs, end)],
             "query_start": starts,
             "prompt_start": starts[decoding.sequences :],
@@ -107,9 +107,10 @@ class StepInputs:
         """Write the block table: each sequence's pages, and spare pages up to those that it needs."""
         start, ring = self._offsets["block_table"], self._memory.ring_entries
         for first, rows, most in zip(range(start, len(host), stride), sequences, need, strict=False):
-            host[first : first + len(rows.pages)] = rows.pages
-            for entry in range(len(rows.pages), most):
-                host[first + entry] = self._spare + (0 < ring <= entry)
+            held = len(rows.pages)
+            host[first : first + held] = rows.pages
+            if held < most:
+                host[first + held : first + most] = [self._spare + (0 < ring <= entry) for entry in range(held, most)]
 
     def reset_counter(self, turn: int) -> None:
         """Queue a copy of the counter, 0, from host copy `turn`: kernels have advanced it."""

@@ -12,7 +12,7 @@ import numpy as np
 from qcompile.artifact.abi import GpuSamplingOptions
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.cuda.memory import MirroredNumbers
-from qcompile.runtime.sampling.draws import Draws
+from qcompile.runtime.sampling.draws import GREEDY, Draws
 from qcompile.runtime.sampling.logprobs import DoubleArray, alternatives_of, empty_reports
 from qcompile.runtime.sampling.penalties import IntArray
 
@@ -23,6 +23,8 @@ _FIRST_ROOM = 1 << 16
 """Numbers for which there is room in the lists of tokens at first."""
 _FIRST_REPORTS = 1 << 10
 """Numbers for which there is room in the reports at first."""
+_COUNTS = ("sampled", "top_k", "top_p", "biased", "penalized", "masked", "reported", "kept")
+"""Counts of the launches that sample."""
 _NO_REPORTS = empty_reports(0, 0)
 
 
@@ -76,6 +78,8 @@ class DeviceSampling:
 
     def lacks_room(self, draws: Sequence[Draws]) -> bool:
         """Whether the lists or reports of a call need more memory."""
+        if _all_greedy(draws):
+            return False
         return _list_items(draws) > self._lists.items or _report_items(draws) > self._reports.items
 
     def grow(self, draws: Sequence[Draws]) -> None:
@@ -92,6 +96,9 @@ class DeviceSampling:
 
     def send(self, draws: Sequence[Draws], outputs: int) -> dict[str, int]:
         """Queue a copy to the GPU of the draws of a call, one for each sequence. Returns the counts of its launches."""
+        if _all_greedy(draws):
+            self._wanted = []
+            return dict.fromkeys(_COUNTS, 0)
         self._wanted = [draw.reports for draw in draws if draw.reports is not None]
         known = 0
         if not all(draw.plain for draw in draws):
@@ -175,6 +182,11 @@ class DeviceSampling:
         self._lists.free()
         self._reports.free()
         self._driver.drop_event(self._sent)
+
+
+def _all_greedy(draws: Sequence[Draws]) -> bool:
+    """Whether all draws are `GREEDY` itself, as those of most large steps are."""
+    return all(draw is GREEDY for draw in draws)
 
 
 def _counts(draws: Sequence[Draws], outputs: int, known: int) -> dict[str, int]:

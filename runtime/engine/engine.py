@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from qcompile.errors import UsageError, shown
-from qcompile.runtime.detokenizer import Detokenizer
+from qcompile.runtime.detokenizer import Detokenizer, TokenLengths
 from qcompile.runtime.embeddings import Pooling
 from qcompile.runtime.engine.bans import BanReader
 from qcompile.runtime.engine.blocks import BlockPool
@@ -72,6 +72,7 @@ class Engine:
         self.postprocessor = Postprocessor(self.scheduler.release, tokenizer, eos)
         self.runner = StepRunner(executor, self.scheduler, self.postprocessor, self.speculation)
         self.grammars = Grammars(tokenizer, executor.limits.vocab, eos)
+        self._lengths: dict[bool, TokenLengths] = {}  # by whether special tokens have no text
         self._bans = BanReader(tokenizer, executor.limits.vocab)
         self._next_id = 0
         self._pending: PendingStep | None = None
@@ -141,7 +142,12 @@ class Engine:
         self._bans.read(params, self.postprocessor.ends(params))
 
     def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
-        return Detokenizer(self.tokenizer, prompt, bool(params.skip_special_tokens)) if self.tokenizer else None
+        if self.tokenizer is None:
+            return None
+        skips = bool(params.skip_special_tokens)
+        if skips not in self._lengths:
+            self._lengths[skips] = TokenLengths(self.tokenizer, skips)
+        return Detokenizer(self.tokenizer, prompt, skips, self._lengths[skips])
 
     def _marks(self, params: SamplingParams) -> dict[int, str]:
         """The texts of special tokens in the request's stop texts; none if special tokens have text as others do."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from qcompile.runtime.engine.plan import StepPlan
-from qcompile.runtime.request import Request
 from qcompile.runtime.step import Rows
 
 
@@ -28,10 +27,10 @@ class PendingStep:
     def begin(plan: StepPlan, rows: Sequence[Rows], wait: Callable[[], list[int]], started: float) -> PendingStep:
         """The step of `plan`, which has just been started. Notes in its requests that it is pending."""
         step = PendingStep(plan, rows, wait, started, plan.decoding)
-        outputs = 0
-        for (request, count, tokens), row in zip(step._shares(), rows, strict=True):
+        outputs, steps = 0, plan.steps
+        for request, row in zip(plan.requests, rows, strict=True):
             outputs += row.outputs
-            request.sequence.begin_step(count, tokens, outputs - 1)
+            request.sequence.begin_step(steps * len(row.tokens), steps * (row.outputs > row.known), outputs - 1)
         return step
 
     def result(self) -> list[int]:
@@ -40,12 +39,7 @@ class PendingStep:
 
     def end(self) -> None:
         """Note in the requests that the step is no longer pending, except in those that have ended since its start."""
-        for request, count, tokens in self._shares():
-            if request.output.finish_reason is None:
-                request.sequence.end_step(count, tokens)
-
-    def _shares(self) -> Iterator[tuple[Request, int, int]]:
-        """The requests, each with the number of rows that the step computes and of tokens that it appends."""
         steps = self.plan.steps
         for request, row in zip(self.plan.requests, self.rows, strict=True):
-            yield request, steps * len(row.tokens), steps * (row.outputs > row.known)
+            if request.output.finish_reason is None:
+                request.sequence.end_step(steps * len(row.tokens), steps * (row.outputs > row.known))

@@ -41,15 +41,17 @@ class StepPlan:
         rows: list[Rows] = []
         for index, (request, count) in enumerate(zip(self.requests, self.counts, strict=True)):
             sequence = request.sequence
-            start, end = sequence.scheduled, sequence.scheduled + count
+            start = sequence.computed + sequence.pending_rows
+            end = start + count
             tokens = sequence.tokens[start:end] or [-1 - sequence.pending_output]
             known, outputs = output_rows(request, count)
             if drafts and drafts[index]:
                 tokens += drafts[index]
                 outputs += len(drafts[index])
             certain = end if drafts and drafts[index] else EVERYTHING
-            embeds = sequence.embeds_from(start)
-            given = None if embeds is None else embeds[:count]
+            given = None
+            if sequence.embeds is not None and (embeds := sequence.embeds_from(start)) is not None:
+                given = embeds[:count]
             rows.append(Rows(tokens, start, sequence.pages, outputs, known, sequence.slot, certain, given))
         return rows
 
@@ -57,9 +59,12 @@ class StepPlan:
 def output_rows(request: Request, count: int) -> tuple[int, int]:
     """Of the next `count` rows of a request, those with logits before a token of the prompt that is to be reported, and
     all with logits."""
-    report, end = request.prompt_report, request.sequence.scheduled + count
-    known = max(0, min(end, report.prompt_length - 1) - report.scored)
-    return known, known + int(end == request.sequence.length)
+    report, sequence = request.prompt_report, request.sequence
+    last = int(count == sequence.uncomputed)
+    if report.complete:
+        return 0, last
+    known = max(0, min(sequence.scheduled + count, report.prompt_length - 1) - report.scored)
+    return known, known + last
 
 
 @dataclass(slots=True)
@@ -73,12 +78,15 @@ class StepRoom:
         """Put as many of the request's uncomputed tokens into the step as fit."""
         sequence = request.sequence
         count = min(sequence.uncomputed, self.rows)
-        if ends := [end - sequence.scheduled for end in sequence.state_ends]:
+        if sequence.state_ends:
+            ends = [end - sequence.scheduled for end in sequence.state_ends]
             count = min([count, *(rows for rows in ends if rows > 0)])
-        # Rows with logits are a request's last ones.
-        count -= max(0, output_rows(request, count)[1] - self.outputs)
+        outputs = output_rows(request, count)[1]
+        if outputs > self.outputs:  # rows with logits are a request's last ones
+            count -= outputs - self.outputs
+            outputs = output_rows(request, count)[1]
         if count > 0:
             plan.requests.append(request)
             plan.counts.append(count)
             self.rows -= count
-            self.outputs -= output_rows(request, count)[1]
+            self.outputs -= outputs

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from qcompile.runtime.detokenizer import spelled
 from qcompile.runtime.engine.choose import NO_TOKEN
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
 _NONE: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """New tokens of a request that are not published yet.
 
     finish_reason: why the request ends with them; None if it continues, as far as is known without the text. logprobs:
@@ -68,7 +66,7 @@ class Postprocessor:
             if request.output.finish_reason is not None:  # cancelled, or ended by a stop text, while the step ran
                 continue
             request.sequence.computed += len(row.tokens) * plan.steps
-            if end := self.note_prompt(request, tokens[start:first], now):
+            if (row.known or request.spec.is_prompt) and (end := self.note_prompt(request, tokens[start:first], now)):
                 updates.append(end)
             elif new:
                 request.sampler.took(new)
@@ -84,8 +82,7 @@ class Postprocessor:
             request.prompt_report.add(reports)
         if NO_TOKEN in chosen:
             return self._end(request, [], "error", now)
-        report, spec = request.prompt_report, request.spec
-        only_prompt = spec.max_length == spec.prompt_length and report.complete
+        only_prompt = request.spec.is_prompt and request.prompt_report.complete
         return self._end(request, [], "length", now) if only_prompt else None
 
     def append(
@@ -99,12 +96,12 @@ class Postprocessor:
         if not ends.isdisjoint(tokens):
             tokens = tokens[: next(i for i, token in enumerate(tokens) if token in ends) + 1]
             reason = "stop"
-        output, sequence = request.output, request.sequence
+        output, written = request.output, request.sequence.tokens
         if not output.token_ids:
             request.metrics.first_token_time = now
-        sequence.tokens += tokens
+        written += tokens
         output.token_ids += tokens
-        if reason in (None, "error") and len(sequence.tokens) >= request.spec.max_length:
+        if len(written) >= request.spec.max_length and reason != "stop":
             reason = "length"
         return self._end(request, tokens, reason, now, logprobs) if reason else Update(request, tokens, None, logprobs)
 
@@ -132,7 +129,7 @@ class Postprocessor:
             output.add_logprobs(tokens, update.logprobs[: len(tokens)])
         # The token that ends the text has none, unless it is asked for.
         hidden = update.finish_reason == "stop" and not request.params.include_stop_str_in_output
-        written = tokens[: len(tokens) - hidden]
+        written = tokens[:-1] if hidden else tokens
         early = request.params.min_tokens - (len(output.token_ids) - len(tokens))
         if (kept := extend_text(request, written, early)) < len(written):
             surplus = len(tokens) - kept
@@ -140,9 +137,10 @@ class Postprocessor:
             del request.sequence.tokens[-surplus:], output.token_ids[-surplus:]
         if request.prompt_report.pieces and request.prompt_report.complete and update.finish_reason != "error":
             self._publish_prompt(request)
-        if (reports := request.sampler.take_reports()) is not None:
-            output.add_logprobs(tokens, reported_logprobs(reports, tokens, self.spell, request.params.logprobs))
-        output.drop_logprobs()
+        if output.logprobs is not None:
+            if (reports := request.sampler.take_reports()) is not None:
+                output.add_logprobs(tokens, reported_logprobs(reports, tokens, self.spell, request.params.logprobs))
+            output.drop_logprobs()
         return output.stop_reason is not None or update.finish_reason is not None
 
     def _publish_prompt(self, request: Request) -> None:

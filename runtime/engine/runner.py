@@ -15,7 +15,7 @@ from qcompile.runtime.engine.timing import CallTimer
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling import accept
 from qcompile.runtime.sampling.arrays import FloatArray
-from qcompile.runtime.sampling.draws import Draws
+from qcompile.runtime.sampling.draws import GREEDY, Draws
 from qcompile.runtime.step import Rows, StepExecutor
 
 
@@ -45,9 +45,9 @@ class StepRunner:
         if speculates and any(request.sequence.decodes for request in running):
             return None
         plan = self._scheduler.schedule(self.steps)
-        if plan is None or any(self._needs_logits(request, False) for request in plan.requests):
+        if plan is None or any(request.params.needs_logits(self._executor.draws) for request in plan.requests):
             return None
-        if after and not all(r.prompt_report.complete and r.sampler.foresees for r in running):
+        if after and not all(r.sampler.foresees and r.prompt_report.complete for r in running):
             return None
         rows = plan.rows()
         if speculates and any(row.outputs for row in rows):
@@ -173,7 +173,12 @@ class StepRunner:
     def _draws(self, plan: StepPlan, rows: Sequence[Rows]) -> list[Draws]:
         """How the executor chooses the tokens of steps without drafts."""
         pairs = zip(plan.requests, rows, strict=True)
-        return [_draws_of(request, row, (row.outputs - row.known) * plan.steps) for request, row in pairs]
+        return [
+            GREEDY
+            if request.sampler.argmax_only and not row.known
+            else _draws_of(request, row, (row.outputs - row.known) * plan.steps)
+            for request, row in pairs
+        ]
 
     def _note_plain_steps(self, plan: StepPlan, seconds: float) -> None:
         """Note the time of a call without drafts."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from qcompile.errors import OverflowedError, QCompileError, UsageError
+from qcompile.runtime.engine.stops import read_text
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.params import SamplingParams
@@ -30,12 +31,12 @@ class PromptSamples:
     @property
     def finished(self) -> bool:
         """Whether all samples have finished."""
-        return all(request.output.finish_reason for request in self.requests)
+        return all([request.output.finish_reason for request in self.requests])  # noqa: C419 - half a generator's time
 
     @property
     def overflowed(self) -> bool:
         """Whether a sample has ended because its logits are not finite, or its grammar allows none."""
-        return any(request.output.finish_reason == "error" for request in self.requests)
+        return "error" in [request.output.finish_reason for request in self.requests]
 
     def failure(self, where: str = "") -> QCompileError:
         """The error of a prompt that has `overflowed`; its message starts with `where`."""
@@ -52,6 +53,7 @@ class PromptSamples:
         outputs: list[CompletionOutput] = []
         finished, drafted = True, False
         for at, request in enumerate(self.requests):
+            read_text(request)
             now, sent = request.output, self._sent[at]
             logprobs = None if now.logprobs is None else now.logprobs.copy()
             reasons = now.finish_reason, now.stop_reason

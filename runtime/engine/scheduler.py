@@ -85,17 +85,17 @@ class Scheduler:
         plan = StepPlan([], [], 1)
         room = StepRoom(self.max_tokens, self.max_outputs)
         unfinished = [request for request in self.running if not _ends_in_pending_step(request)]
-        decoding = [request for request in unfinished if request.sequence.decodes]
-        prefilling = [request for request in unfinished if request.sequence.uncomputed and not request.sequence.decodes]
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        for request in unfinished:
+            (decoding if request.sequence.decodes else prefilling).append(request)
         for request in decoding + prefilling:
             room.append(plan, request)
         if self.waiting and self.pool.prefixes is not None:
             for request in self.running:
                 self._note_full_pages(request)
-        computing = [request for request in unfinished if request.sequence.length - request.sequence.computed > 1]
-        while self.waiting and room.rows > 0 and self._admit(self.waiting[0], computing):
-            computing.append(self.running[-1])
-            room.append(plan, self.running[-1])
+        if self.waiting:
+            self._admit_waiting(plan, room, unfinished)
         if not plan.requests:
             return None
         return self.extend(plan, steps) if steps > 1 and len(decoding) == len(plan.requests) else plan
@@ -135,10 +135,14 @@ class Scheduler:
         False if a request would have to be preempted while a step is pending.
         """
         at = 0
+        size = self.pool.page_tokens
         while at < len(self.running):
             request = self.running[at]
+            if request.sequence.length <= request.sequence.room:
+                at += 1
+                continue
             missing = self.pool.pages_for(request.sequence.length) - len(request.sequence.pages)
-            if missing > self.pool.free:
+            if missing > 0 and missing > self.pool.free:
                 if any(running.sequence.pending_rows for running in self.running):
                     return False
                 if self.preempt() is request:
@@ -146,10 +150,18 @@ class Scheduler:
                 continue
             if missing > 0:
                 request.sequence.pages.extend(self.pool.take(missing))
+            request.sequence.room = -(-request.sequence.length // size) * size
             at += 1
         return True
 
     # ---- admission ------------------------------------------------------------------------------
+
+    def _admit_waiting(self, plan: StepPlan, room: StepRoom, unfinished: Sequence[Request]) -> None:
+        """Start waiting requests as rows and pages allow, beside the `unfinished` ones that run."""
+        computing = [request for request in unfinished if request.sequence.length - request.sequence.computed > 1]
+        while self.waiting and room.rows > 0 and self._admit(self.waiting[0], computing):
+            computing.append(self.running[-1])
+            room.append(plan, self.running[-1])
 
     def _admit(self, request: Request, computing: Sequence[Request]) -> bool:
         """Start the first waiting request if there are pages for all its tokens, and one for each running request, so
@@ -277,7 +289,7 @@ class Scheduler:
             self._keep_text(request)
         self.pool.give_back(sequence.pages)
         self.slots.give_back(sequence.slot)
-        sequence.cached_page, sequence.slot = None, NO_SLOT
+        sequence.cached_page, sequence.slot, sequence.room = None, NO_SLOT, 0
 
     def _keep_text(self, request: Request) -> None:
         """Keep the request's text and pages, over a hierarchical cache, for a request that continues the text.
@@ -297,4 +309,5 @@ class Scheduler:
 
 def _ends_in_pending_step(request: Request) -> bool:
     """Whether the request reaches its limit in a pending step."""
-    return request.sequence.pending_tokens > 0 and request.sequence.length >= request.spec.max_length
+    sequence = request.sequence
+    return sequence.pending_tokens > 0 and sequence.length >= request.spec.max_length

@@ -90,6 +90,11 @@ class Sampler:
         if params.repetition_penalty != 1 or params.counts:
             self._noted = Occurrences(prompt if params.repetition_penalty != 1 else ())
         self.biases = biases or TokenBiases(BiasTable(params.logit_bias, NO_BANS, vocab))
+        self.argmax_only = params.argmax_only
+        """Whether a token is the argmax of the model's logits, and nothing is noted of it."""
+        plain = self._noted is None and self.params.logprobs is None and self.grammar is None
+        self.foresees = plain and not params.bad_words
+        """Whether `draws` can be asked for tokens before those before them are known."""
         self._reports: DoubleArray | None = None
         self._taken: DoubleArray | None = None
         self._known: DoubleArray | None = None
@@ -131,12 +136,6 @@ class Sampler:
     def uniform(self) -> float:
         """The next random number in [0, 1)."""
         return self._ahead.popleft() if self._ahead else float(self._random.random())
-
-    @property
-    def foresees(self) -> bool:
-        """Whether `draws` can be asked for tokens before those before them are known."""
-        plain = self._noted is None and self.params.logprobs is None and self.grammar is None
-        return plain and not self.params.bad_words
 
     def draws(
         self, first: int, count: int, ahead: Sequence[int] = (), known: Sequence[int] = (), skipped: int = 0
@@ -187,6 +186,8 @@ class Sampler:
 
         `take_reports` then returns their reports.
         """
+        if self.argmax_only:
+            return
         self._taken, self._reports = self._reports, None
         if self.params.temperature:
             for _ in tokens:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +55,10 @@ _LAST_SECONDS = 1  # then, to send all remaining clients the reason
 _SWITCH_SECONDS = 1e-3
 """How long a thread may keep Python's lock while another thread waits for it. A request's thread releases the lock for
 several system calls, and would wait 5 ms (Python's default) for the engine's thread after each."""
+_YOUNG_OBJECTS = 10_000
+"""New objects after which garbage is looked for. With Python's 700, a step of 256 requests would do so once, and with
+it go through many of a model's objects, which are no garbage as long as the server runs: these are left out (frozen).
+"""
 _IDLE_SECONDS = 75  # longer than proxies keep connections: a server that closes first may lose a request
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -107,17 +113,30 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
         server.should_exit = True
 
     service.failed = failed
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         # Before `run`: if asyncio calls other handlers while it starts, what they raise may be lost.
-        with server.capture_signals():
+        with _python_of_a_server(), server.capture_signals():
             server.run(sockets=[listening])
     finally:
-        sys.setswitchinterval(interval)
         service.close()
     if service.failure:
         raise service.failure
+
+
+@contextmanager
+def _python_of_a_server() -> Iterator[None]:
+    """Settings of Python for a process that only serves: when threads switch, and when garbage is collected."""
+    interval, thresholds, frozen = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, *thresholds[1:])
+    try:
+        yield
+    finally:
+        if not frozen:  # else what another has frozen is not told apart
+            gc.unfreeze()
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
 
 
 def server_config(served: Served, service: Service, drain_seconds: int) -> uvicorn.Config:

@@ -103,7 +103,7 @@ def test_preempted_prompts_are_computed_again(pair: Pair) -> None:
     made: dict[int, list[int]] = {}
     for count, output in enumerate(pair.llm.stream(prompt_embeds=[pair.embeds(one) for one in prompts], **options)):
         made[output.request_id] = output.outputs[0].token_ids
-        if count in (2, 21):
+        if count in (2, 9):  # there are at least 12 outputs, however long calls of the executor are
             assert pair.llm.engine.scheduler.preempt().sequence.embeds is not None
     assert [made[number] for number in range(len(prompts))] == alone
     pair.llm.engine.check()

@@ -6,6 +6,7 @@ import math
 import random
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from qcompile.errors import UsageError
-from qcompile.runtime.detokenizer import Detokenizer, spelled
+from qcompile.runtime.detokenizer import BROKEN, Detokenizer, spelled
+from qcompile.runtime.engine import stops
+from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.tokenizer import encode
@@ -252,6 +255,32 @@ def test_nothing_is_added_after_a_stop_text(llm: LLM, monkeypatch: pytest.Monkey
     assert ended.output.text == "na" and TOKENIZER.decode(ended.output.token_ids) == "naï"
     assert ended.sequence.tokens == [*TOKENIZER.encode("?").ids, *ended.output.token_ids]
     assert len(other.output.token_ids) == 40 and llm.engine.pool.used == 0
+
+
+@pytest.mark.parametrize("stop", [None, "endless"])
+def test_text_is_decoded_when_it_is_asked_for(llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: str | None) -> None:
+    """The search for stop texts asks after each step; else some tokens wait until anybody asks."""
+    scripted(llm, TEXT, monkeypatch)
+    fix_calls(llm.engine, 1)
+    decoded = []
+    push = Detokenizer.push
+
+    def noted(self: Detokenizer, tokens: Sequence[int], last: bool = False) -> str:
+        decoded.append(len(tokens))
+        return push(self, tokens, last)
+
+    monkeypatch.setattr(Detokenizer, "push", noted)
+    prompt = TOKENIZER.encode("?").ids
+    request = llm.engine.add(prompt, SamplingParams(temperature=0, max_tokens=80, stop=stop))
+    samples = PromptSamples(0, None, prompt, [request], request.params)
+    while len(request.output.token_ids) < 40:
+        llm.engine.step()
+    assert decoded == ([1] * len(decoded) if stop else [stops._MOST_UNREAD])
+    read = sum(decoded) + len(request.stream.unread)  # the tokens of a step that was just waited for come later
+    assert 38 < read <= len(request.output.token_ids) and (len(request.stream.unread) == 0) == (stop is not None)
+    assert samples.output().outputs[0].text == TOKENIZER.decode(request.output.token_ids[:read]).rstrip(BROKEN)
+    assert not request.stream.unread and sum(decoded) == read
+    llm.engine.cancel(request)
 
 
 def test_a_stop_text_that_ends_in_half_a_character(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

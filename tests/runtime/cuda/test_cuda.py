@@ -11,7 +11,7 @@ import pytest
 
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.cuda import driver as cuda_driver
-from qcompile.runtime.cuda import launching, load
+from qcompile.runtime.cuda import launching, load, sampling
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.memory import pages_in
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
@@ -65,6 +65,14 @@ def test_counts_of_long_steps_are_not_remembered(opened: CudaExecutor) -> None:
     assert not opened.launcher._seen
     opened.step([Rows([1, 2], 0, [1], 1)], logits=False)
     assert len(opened.launcher._seen) == 1
+
+
+def test_a_step_of_greedy_sequences_has_the_counts_of_any_other(opened: CudaExecutor) -> None:
+    """They name the step's graph, so their order counts, too."""
+    assert opened._sampling is not None
+    draws = [GREEDY, GREEDY]
+    assert not opened._sampling.lacks_room(draws)
+    assert list(opened._sampling.send(draws, 2).items()) == list(sampling._counts(draws, 2, 0).items())
 
 
 def test_the_step_that_is_sent(opened: CudaExecutor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import signal
@@ -478,6 +479,14 @@ def test_a_failed_engine_says_so(tiny_artifact: Build) -> None:
         assert "the device is lost" in client.refused(503, {"prompt": "x"})
         assert client.ask("/health")[0] == 503
         assert [str(error) for error in told] == ["the device is lost"]
+
+
+def test_settings_of_python_end_with_the_server() -> None:
+    before, frozen = (sys.getswitchinterval(), gc.get_threshold()), gc.get_freeze_count()
+    with pytest.raises(ValueError), server._python_of_a_server():
+        assert gc.get_freeze_count() > max(frozen, 1000) and gc.get_threshold()[0] > before[1][0]
+        raise ValueError
+    assert (sys.getswitchinterval(), gc.get_threshold()) == before and (gc.get_freeze_count() > 0) == (frozen > 0)
 
 
 @pytest.mark.parametrize("host", ["..", "a" * 70, "\udcff"])
