@@ -84,6 +84,16 @@ def rehearsed(passes: Iterable[tuple[int | None, Callable[[], Any]]]) -> Iterato
         _rehearsals.pop()
 
 
+@contextmanager
+def shortened(tokens: int) -> Iterator[None]:
+    """Masks are proved for `tokens` tokens in the context, which does for runs of so few that only compare calls."""
+    _rehearsals.append(Rehearsal(tokens=tokens))
+    try:
+        yield
+    finally:
+        _rehearsals.pop()
+
+
 def begin() -> None:
     """A forward pass of the model that is being traced begins."""
     if _rehearsals:

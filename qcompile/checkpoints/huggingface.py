@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from qcompile.checkpoints import huggingface_weights, inputs_embeds, kernel_functions, left_out, state
+from qcompile.checkpoints import huggingface_weights, inputs_embeds, kernel_functions, left_out, positions, state
 from qcompile.checkpoints.attention_interface import ATTENTION, attention
-from qcompile.checkpoints.attention_masks import ShortTable, UnknownMask, begin, causal_mask, rehearsed
+from qcompile.checkpoints.attention_masks import ShortTable, UnknownMask, begin, causal_mask, rehearsed, shortened
 from qcompile.checkpoints.branches import Branches, Condition, trace_all
 from qcompile.checkpoints.checkpoint import Checkpoint, read_json
 from qcompile.checkpoints.configuration import auto_class, context_length, cut, read_config, text_config
@@ -30,7 +31,7 @@ from qcompile.checkpoints.loaders import Loader
 from qcompile.checkpoints.programs import count_parameters, import_program, weights_read
 from qcompile.checkpoints.stored import formats
 from qcompile.checkpoints.token_loops import TokenLoops, recorded
-from qcompile.checkpoints.tracing import EXAMPLE_BATCH, EXAMPLE_TOKENS, LengthError, export
+from qcompile.checkpoints.tracing import EXAMPLE_BATCH, EXAMPLE_TOKENS, LengthError, export, hurried
 from qcompile.errors import OwnAttention, UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo
 
@@ -90,6 +91,7 @@ def _trace(
     # A model's own masks may have the length of the context.
     most = 1 << 24 if attention_kind == ATTENTION else context_length(config)
     program = _export(module, most)
+    require_numbering(module)
     read = weights_read(program)
     unread = left_out.modules(module, read)
     if checkpoint is None or names is None:
@@ -138,32 +140,41 @@ def build(config: Any, allow_remote: bool = False, attention_kind: str | None = 
 class _Logits(state.Watched):
     """The part of a causal language model's interface that is compiled: token ids and positions -> logits.
 
-    `decide` makes the mode that decides branches on the positions.
+    `decide` makes the mode that decides branches on the positions. Not `masked`, the model gets no padding mask.
     """
 
-    def __init__(self, module: nn.Module, decide: Callable[[Tensor], AbstractContextManager[Any]], **how: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        decide: Callable[[Tensor], AbstractContextManager[Any]],
+        masked: bool = True,
+        **how: Any,
+    ) -> None:
         super().__init__(module, **how)
-        self.decide = decide
+        self.decide, self.masked = decide, masked
 
     def run(self, *inputs: Tensor) -> Tensor:
         begin()
-        token_ids, positions = inputs
+        token_ids, *places = inputs
         # A mask of ones means no padding, and keeps the search for packed sequences out of the graph.
-        mask = torch.ones_like(token_ids)
-        with self.decide(positions), ExpertLoops(), TokenLoops(token_ids):
-            return self.module(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+        named = {"attention_mask": torch.ones_like(token_ids)} if self.masked else {}
+        named |= {"position_ids": places[0]} if places else {}
+        with self.decide(inputs[-1]), ExpertLoops(), TokenLoops(token_ids):
+            return self.module(input_ids=token_ids, use_cache=False, **named).logits
 
 
 @contextmanager
-def _fake_weights(module: nn.Module) -> Iterator[FakeTensorMode]:
+def _fake_weights(module: nn.Module, shapes: ShapeEnv | None = None) -> Iterator[FakeTensorMode]:
     """`module` with weights that have a shape and no memory, on the CPU, for as long as the context lasts.
+
+    With `shapes`, code that asks for a number that depends on weights gets a symbol.
 
     Constants that a model's code creates on its weights' device keep their values on the CPU; on the meta device they
     would have none.
     """
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
     made: dict[int, Tensor] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes) as mode:
         for owner in module.modules():
             tables: tuple[Any, ...] = (owner._parameters, owner._buffers)
             for table in tables:
@@ -222,6 +233,30 @@ def _run(module: Any, batch: int, tokens: int, mode: FakeTensorMode | None = Non
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
     with torch.no_grad():
         _Logits(module, lambda _: contextlib.nullcontext())(ids, positions.contiguous())
+
+
+def require_numbering(module: Any) -> None:
+    """Raise UnsupportedError unless `module` numbers tokens from 0 on if it is given no positions."""
+    for masked, symbols in ((True, False), (True, True), (False, True)):
+        given, own = (_recorded(module, positioned, masked, symbols) for positioned in (True, False))
+        if not (given.error or own.error):
+            break
+    positions.require_same(module.config.model_type, given, own)
+
+
+def _recorded(module: Any, positioned: bool, masked: bool, symbols: bool) -> positions.Calls:
+    """What `module` computes with positions, if it is `positioned`, and a mask of ones, if it is `masked`."""
+    inputs = [torch.arange(1, positions.TOKENS + 1)[None], torch.arange(positions.TOKENS)[None]][: 1 + positioned]
+    model = _Logits(module, lambda _: contextlib.nullcontext(), masked)
+    with (
+        huggingface_weights.numbered(module),
+        _fake_weights(module, ShapeEnv() if symbols else None),
+        kernel_functions.replaced(module),
+        recorded(module),
+        shortened(positions.TOKENS),
+        hurried(),
+    ):
+        return positions.record(functools.partial(model, *inputs))
 
 
 def _info(name: str, directory: Path, config: Any, traced: _Traced) -> ModelInfo:

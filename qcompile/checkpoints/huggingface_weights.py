@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,6 +199,25 @@ def _settle_ties(module: Any, checkpoint: Checkpoint, files: dict[str, str]) -> 
         parent, _, leaf = target.rpartition(".")
         owner = module.get_submodule(parent)
         setattr(owner, leaf, nn.Parameter(torch.empty_like(getattr(owner, leaf)), requires_grad=False))
+
+
+@contextmanager
+def numbered(module: Any) -> Iterator[None]:
+    """`module` with the values of its whole numbers that are not stored, such as positions, while the context lasts."""
+    kept = {
+        f"{path}.{name}".removeprefix("."): (owner, name, owner._buffers[name])
+        for path, owner in module.named_modules()
+        for name in owner._non_persistent_buffers_set
+        if owner._buffers.get(name) is not None and owner._buffers[name].dtype in (torch.int32, torch.int64)
+    }
+    computed = _computed_buffers(module, kept.keys())
+    try:
+        for path, (owner, name, _) in kept.items():
+            owner._buffers[name] = computed[path]
+        yield
+    finally:
+        for owner, name, value in kept.values():
+            owner._buffers[name] = value
 
 
 def _computed_buffers(module: Any, read: Set[str]) -> dict[str, Tensor]:
