@@ -33,7 +33,7 @@ class ModelInfo:
     bytes in the checkpoint. `stated_position` is the context that the model states, if `max_position` is less.
     `embeds_scale` is the factor between a row of the token embedding's table and what transformers' `inputs_embeds`
     have for its token; 0 if they are no multiple of a row. `adapters` are those merged into the weights, with
-    their factors.
+    their factors. `remarks` say, a line each, what of the checkpoint the model does not use, or what it lacks.
     """
 
     name: str
@@ -46,12 +46,14 @@ class ModelInfo:
     stated_position: int | None = None
     embeds_scale: float = 1.0
     adapters: Mapping[str, float] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     @property
     def facts(self) -> dict[str, Any]:
         """What the manifest records about the model."""
         facts = asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
         usual: dict[str, Any] = {"left_out": {}, "stated_position": None, "embeds_scale": 1.0, "adapters": {}}
+        usual["remarks"] = ()
         return {key: value for key, value in facts.items() if key not in usual or value != usual[key]}
 
 
@@ -298,7 +300,8 @@ class Graph:
         known: dict[str, fx.Node] = {}
         for item in document["nodes"]:
             known[item["name"]] = _rebuild(graph, item, known)
-        model = document["model"] | {"eos_token_ids": tuple(document["model"]["eos_token_ids"])}
+        model = document["model"]
+        model |= {name: tuple(model[name]) for name in ("eos_token_ids", "remarks") if name in model}
         return Graph(graph, weights, ModelInfo(**model), document["stage"])
 
 

@@ -24,7 +24,8 @@ from qcompile.artifact.layout import ADAPTERS_FILE, PASSES_FILE, canonical_json
 from qcompile.artifact.shards import WeightSpec
 from qcompile.artifact.writer import ArtifactWriter
 from qcompile.calibration import CalibrationSource
-from qcompile.checkpoints import frontend
+from qcompile.checkpoints import frontend, remarks
+from qcompile.checkpoints.hub import find
 from qcompile.checkpoints.merging import addends
 from qcompile.checkpoints.tokenizer_files import configuration_files, tokenizer_files
 from qcompile.clock import Clock, Progress, silent
@@ -90,7 +91,8 @@ class BuildReport:
 
     `drafts` maps each draft path to its passes; those of a draft derived from the target start with `speculate`.
     `left_out` has the modules of the checkpoint that no text reaches, such as a vision tower, and their bytes there.
-    `context` is in tokens; `stated_context` is what the model states, if the artifact's is less.
+    `context` is in tokens; `stated_context` is what the model states, if the artifact's is less. `remarks` say, a line
+    each, what of the checkpoint the model does not use, or what it lacks.
     """
 
     path: Path
@@ -101,6 +103,7 @@ class BuildReport:
     left_out: Mapping[str, int] = field(default_factory=dict)
     context: int = 0
     stated_context: int | None = None
+    remarks: tuple[str, ...] = ()
 
 
 def build(  # parameters: the public interface, one keyword for each option
@@ -168,7 +171,7 @@ def build(  # parameters: the public interface, one keyword for each option
 def _build_report(path: Path, planned: CompilationPlan, clock: Clock) -> BuildReport:
     of_drafts = {draft.name: tuple(draft.passes) for draft in planned.drafts}
     info, bits_per_weight = planned.graphs[-1].info, planned.bits_per_weight
-    found = info.left_out, info.max_position, info.stated_position
+    found = info.left_out, info.max_position, info.stated_position, info.remarks
     return BuildReport(path, tuple(planned.passes), clock.seconds, bits_per_weight, of_drafts, *found)
 
 
@@ -213,6 +216,9 @@ def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions
     with clock("describe"):
         kept = tokenizer_files(model) | configuration_files(model) if isinstance(model, (str, Path)) else {}
         files = _small_files(planned) | kept | {RECIPE_FILE: schedule.recipe.text()}
+        if isinstance(model, (str, Path)):
+            info = graphs[-1].info
+            graphs[-1].info = replace(info, remarks=(*info.remarks, *remarks.of_files(find(model), kept)))
         named = Path(graphs[-1].info.name) if isinstance(model, (str, Path)) else model
         told = {"command": _command(named, schedule, drafts, options), "versions": describe.makers()}
         report = canonical_json(_report(planned, schedule) | told)

@@ -60,6 +60,7 @@ SHAPE: Shape = {
         "left_out": Maybe({str: Whole()}),
         "embeds_scale": Maybe(float),
         "adapters": Maybe({str: float}),
+        "remarks": Maybe([str]),
     },
     "passes": [{"name": str, "fired": int, "options": dict, "notes": list}],
     "qcompile_version": str,

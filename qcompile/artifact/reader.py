@@ -104,11 +104,15 @@ def verify(path: str | Path) -> list[str]:
             return problems
 
 
+def unlisted_files(root: Path, files: dict[str, Any]) -> list[str]:
+    """Files of the artifact at `root` that its manifest, which lists `files`, does not list. Nothing reads them."""
+    present = {str(PurePosixPath(at, name).relative_to(root)) for at, _, names in os.walk(root) for name in names}
+    return sorted(present - {*files, MANIFEST, *UNSEALED, AMENDED})
+
+
 def _problems(root: Path, files: dict[str, dict[str, Any]]) -> list[str]:
     """Unlisted files at `root`, and problems with those listed in `files`."""
-    present = {str(PurePosixPath(at, name).relative_to(root)) for at, _, names in os.walk(root) for name in names}
-    known = {*files, MANIFEST, *UNSEALED, AMENDED}
-    problems = [f"{name}: not in the manifest" for name in sorted(present - known)]
+    problems = [f"{name}: not in the manifest" for name in unlisted_files(root, files)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = pool.map(lambda item: file_problem(root, item[0], item[1]), sorted(files.items()))
         problems += [problem for problem in results if problem]

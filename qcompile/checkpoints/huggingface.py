@@ -19,7 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from qcompile.checkpoints import huggingface_weights, inputs_embeds, kernel_functions, left_out, positions, state
+from qcompile.checkpoints import (
+    huggingface_weights,
+    inputs_embeds,
+    kernel_functions,
+    left_out,
+    positions,
+    remarks,
+    state,
+)
 from qcompile.checkpoints.attention_interface import ATTENTION, attention
 from qcompile.checkpoints.attention_masks import ShortTable, UnknownMask, begin, causal_mask, rehearsed, shortened
 from qcompile.checkpoints.branches import Branches, Condition, trace_all
@@ -73,13 +81,14 @@ def load(
 class _Traced:
     """An exported model, the loaders of the weights that it reads, and bytes of the modules that it does not reach.
 
-    embeds_scale: as in `ModelInfo`.
+    embeds_scale: as in `ModelInfo`. remarks: those on the stored tensors.
     """
 
     program: ExportedProgram
     loaders: dict[str, Loader]
     left_out: dict[str, int]
     embeds_scale: float
+    remarks: tuple[str, ...] = ()
 
 
 def _trace(
@@ -96,10 +105,12 @@ def _trace(
     unread = left_out.modules(module, read)
     if checkpoint is None or names is None:
         loaders, sizes = huggingface_weights.no_loaders(module, read), left_out.sizes(unread)
+        remarked: tuple[str, ...] = ()
     else:
+        remarked = tuple(remarks.of_tensors(checkpoint, names.unused))
         loaders = huggingface_weights.loaders(module, checkpoint, names, read)
         sizes = left_out.sizes(unread, functools.partial(names.stored_bytes, checkpoint))
-    return _Traced(program, loaders, sizes, inputs_embeds.scale(module, loaders))
+    return _Traced(program, loaders, sizes, inputs_embeds.scale(module, loaders), remarked)
 
 
 def build(config: Any, allow_remote: bool = False, attention_kind: str | None = ATTENTION) -> Any:
@@ -272,18 +283,18 @@ def _info(name: str, directory: Path, config: Any, traced: _Traced) -> ModelInfo
     begin = token("bos_token_id")
     if not all(type(number) is int for number in (*ends, *(() if begin is None else (begin,)))):
         raise UsageError(f"{directory}: bos_token_id {begin} and eos_token_id {end} must be token numbers")
-    if (
-        begin is not None and not 0 <= begin < text.vocab_size
-    ):  # a default of another vocabulary, outside this embedding
-        begin = None
     parameters, size = count_parameters(traced.program), int(text.vocab_size)
+    # Defaults of another vocabulary are outside this embedding.
+    stated = {"bos_token_id": () if begin is None else (begin,), "eos_token_id": ends}
+    known = {name: tuple(each for each in tokens if 0 <= each < size) for name, tokens in stated.items()}
     return ModelInfo(
         name,
         size,
         context_length(config),
-        begin,
-        ends,
+        next(iter(known["bos_token_id"]), None),
+        known["eos_token_id"],
         parameters,
         left_out=traced.left_out,
         embeds_scale=traced.embeds_scale,
+        remarks=(*traced.remarks, *remarks.of_tokens(stated, size)),
     )

@@ -20,10 +20,14 @@ from qcompile.errors import UnsupportedError, UsageError
 
 @dataclass(frozen=True)
 class Names:
-    """Where the weights of a module are: names in the module -> names in the files, or what they are assembled from."""
+    """Where the weights of a module are: names in the module -> names in the files, or what they are assembled from.
+
+    `unused` are stored tensors that are no weights of the module.
+    """
 
     files: dict[str, str]
     assembled: dict[str, _Assembled]
+    unused: tuple[str, ...]
 
     def stored_bytes(self, checkpoint: Checkpoint, name: str) -> int:
         """Bytes of the files that hold the weight `name`; 0 if it is not stored."""
@@ -114,8 +118,10 @@ def _file_names(module: Any, checkpoint: Checkpoint) -> Names:
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = module.state_dict()
+    computed = dict(module.named_buffers())
     stored_names: dict[str, str] = {}
     groups: dict[str, _Assembled] = {}
+    unused = []
     for stored in sorted(checkpoint, key=dot_natural_key):  # pieces are joined in numerical order
         name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, state)
         if name not in state and stored in state:
@@ -126,8 +132,11 @@ def _file_names(module: Any, checkpoint: Checkpoint) -> Names:
         else:
             if name in state and name in stored_names:
                 _require_equal(checkpoint, name, stored_names[name], stored)
+            elif name not in state and name not in computed:
+                unused.append(stored)
             stored_names[name] = stored
-    return Names(stored_names, {name: group for group in groups.values() for name in group.shapes()})
+    assembled = {name: group for group in groups.values() for name in group.shapes()}
+    return Names(stored_names, assembled, tuple(unused))
 
 
 def _require_equal(checkpoint: Checkpoint, name: str, one: str, other: str) -> None:

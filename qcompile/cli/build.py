@@ -170,6 +170,7 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
                 "left_out": dict(report.left_out),
                 "context": report.context,
                 "stated_context": report.stated_context,
+                "remarks": list(report.remarks),
             }
         )
         return
@@ -178,7 +179,7 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
         console.show(f"{name}: {_line(records)}")
     if explain is not None:
         console.show("\n".join(_explained(report, explain)))
-    console.show(console.left_out(report.left_out), end="")
+    console.show(console.left_out(report.left_out) + console.remarks(report.remarks), end="")
     if report.stated_context is not None:
         console.show(f"context {console.context_text(report.context, report.stated_context)}")
     facts = f"{console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight"

@@ -148,6 +148,11 @@ def left_out(modules: Mapping[str, int]) -> str:
     return f"left out, as no text reaches them: {named}\n" if named else ""
 
 
+def remarks(said: Sequence[str]) -> str:
+    """Lines of what a checkpoint has to no use, or lacks; empty without any."""
+    return "".join(f"note: {remark}\n" for remark in said)
+
+
 def byte_size(count: float) -> str:
     """`52428800` as `50.0 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -97,7 +97,7 @@ class Diagnosis:
         states = f", recurrent states {console.byte_size(state_bytes)}" if state_bytes else ""
         return (
             f"exportable: {self.plan['model']}, {self.plan['parameters']:,} parameters\n"
-            f"{examined}{shorter}{console.left_out(self.plan['left_out'])}"
+            f"{examined}{shorter}{console.left_out(self.plan['left_out'])}{console.remarks(self.plan['remarks'])}"
             f"passes: {passes}\n"
             f"kernels\n{kernels}\n"
             f"memory {console.byte_size(self.memory_bytes)} (weights {console.byte_size(self.plan['weight_bytes'])}, "
@@ -167,6 +167,7 @@ def _facts(plan: CompilationPlan, kind: str) -> dict[str, Any]:
         "model": info.name,
         "parameters": info.parameters,
         "left_out": dict(info.left_out),
+        "remarks": list(info.remarks),
         "linear_bits": packed,
         "linear_weights": weights,
         "passes": [{"name": p.name, "options": p.options, "fired": p.fired} for p in plan.passes],

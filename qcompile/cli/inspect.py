@@ -130,6 +130,7 @@ def as_text(contents: dict[str, Any]) -> str:
         f"model    {model['name']}, {model['parameters']:,} parameters, vocabulary {model['vocab_size']}, "
         f"context {console.context_text(model['max_position'], model.get('stated_position'))}\n"
         f"{console.left_out(model.get('left_out') or {})}"
+        f"{console.remarks(model.get('remarks') or ())}"
         f"{_adapters(model.get('adapters') or {})}"
         f"recipe   {recipe['name']}{options}\n"
         f"target   {target['name']} ({target['isa']})\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcompile import __version__
-from qcompile.artifact import kept
+from qcompile.artifact import kept, reader
 from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints import hub
 from qcompile.checkpoints.adapter_files import check_model
@@ -56,6 +56,9 @@ def opened(given: str, building: Building, loading: Loading, **more: Any) -> Ite
         console.note(f"qcompile: {error}")
         artifact = artifact_of(given, replace(building, rebuild=True), loading.tensor_parallel_size)
         llm = loading.load(artifact.path, **more)
+    if unlisted := reader.unlisted_files(artifact.path, llm.manifest["files"]):
+        others = f" and {len(unlisted) - 1:,} more" if unlisted[1:] else ""
+        console.note(f"qcompile: {artifact.path} has files that its manifest does not list: {unlisted[0]}{others}")
     console.detail(f"loaded {artifact.path} in {time.monotonic() - start:.2f} s")
     with llm:
         yield llm, artifact
@@ -135,6 +138,8 @@ class _Request:
             progress("import", 0, 1)
             report = self._compiled(progress)
         estimate.finish()
+        for remark in report.remarks:
+            console.note(f"qcompile: {remark}")
         size = console.byte_size(self.place.bytes)
         took = f"{sum(report.seconds.values()):.1f} s"
         console.note(f"qcompile: built in {took}, {size}, kept in {self.place.folder} (see `qcompile cache`)")

@@ -1,0 +1,35 @@
+"""What of a checkpoint its model does not use, and what it lacks: it compiles, but more may have been meant."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from qcompile.checkpoints.checkpoint import INDEX, SINGLE, Checkpoint
+from qcompile.errors import shown
+
+
+def of_tokens(stated: Mapping[str, Collection[int]], size: int) -> Iterator[str]:
+    """Remarks on tokens by the name of their setting that are outside of a vocabulary of `size` tokens."""
+    for name, tokens in stated.items():
+        for token in tokens:
+            if not 0 <= token < size:
+                yield f"{name} {shown(token)} is outside the vocabulary of {size} tokens, and is ignored"
+
+
+def of_tensors(checkpoint: Checkpoint, unused: Collection[str]) -> Iterator[str]:
+    """A remark on the stored tensors `unused`, which are no weights of the model."""
+    if unused:
+        size = sum(checkpoint.entries[name].bytes for name in unused)
+        count, first = len(unused), shown(next(iter(unused)))
+        yield f"{count:,} stored tensors ({size:,} bytes) belong to no weight of the model: {first} for example"
+
+
+def of_files(model: Any, tokenizer: Collection[str]) -> Iterator[str]:
+    """Remarks on the files of the checkpoint `model`; `tokenizer` are those of its tokenizer."""
+    directory = Path(model)
+    if (directory / SINGLE).is_file() and (directory / INDEX).is_file():
+        yield f"{SINGLE} is read, and the files that {INDEX} names are not"
+    if "tokenizer.json" not in tokenizer:
+        yield "the checkpoint has no tokenizer: prompts must be token numbers, and replies are"
