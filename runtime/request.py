@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from qcompile.runtime.detokenizer import Detokenizer
 from qcompile.runtime.engine.held_text import HeldText
-from qcompile.runtime.engine.prefixes import CachedPage
+from qcompile.runtime.engine.prefixes import CachedPage, Sharing
 from qcompile.runtime.engine.slots import NO_SLOT
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, SpeculationMetrics
 from qcompile.runtime.sampling.accept import Distribution
@@ -39,13 +39,19 @@ class RequestSpec:
     """What the caller asked for.
 
     prompt_length: tokens of the prompt. max_length: tokens of prompt and output at which the request ends, by its
-    max_tokens or the context.
+    max_tokens or the context. owner: whose request it is, if only requests of one owner may share cached pages.
     """
 
     id: int
     prompt_length: int
     max_length: int
     params: SamplingParams
+    owner: str = ""
+
+    @property
+    def sharing(self) -> Sharing:
+        """Which requests may share cached pages."""
+        return self.params.lora, self.owner
 
     @property
     def is_prompt(self) -> bool:

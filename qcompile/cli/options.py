@@ -523,9 +523,19 @@ class Serving(Answering):
         "127.0.0.1"
     )
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="QCOMPILE_API_KEY", help="API key that clients must send.")
+    api_keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            envvar="QCOMPILE_API_KEY",
+            metavar="KEY",
+            help="API key that clients must send; with several, one of them; repeatable.",
+        ),
     ] = None
+    isolate_keys: Annotated[
+        bool,
+        typer.Option("--isolate-keys", help="Share cached prefixes only among requests that send the same API key."),
+    ] = False
     max_waiting: Annotated[
         int,
         typer.Option(
@@ -555,6 +565,11 @@ class Serving(Answering):
         ),
     ] = None
     page: Annotated[bool, typer.Option("--page/--no-page", help="Whether / is a page to chat with the model.")] = True
+
+    @property
+    def limits(self) -> tuple[float, int, int]:
+        """The limits of connections: seconds of a request, connections, and connections from one address."""
+        return self.request_timeout, self.max_connections, self.max_connections_per_address
 
 
 @dataclass(frozen=True)

@@ -43,21 +43,21 @@ def serve(
         raise ResourceError(f"serving needs {error.name}: pip install 'qcompile[serve]'") from error
     from qcompile.runtime.chat import chat_template
 
-    key = _api_key(serving)
+    keys = _api_keys(serving)
     logs.configure(logging.level, logging.form)
     say = logs.tell if logging.form == "json" else lambda text: console.log(f"qcompile: {text}")
-    max_batch = serving.max_batch
     with (  # a port that is taken is refused before anything is built
         app.bind(serving.host, serving.port) as listening,
         _traces(logging.traces) as traces,
-        opened(out, building, loading, max_batch=max_batch) as (llm, artifact),
+        opened(out, building, loading, max_batch=serving.max_batch) as (llm, artifact),
     ):
         name, url = serving.name or artifact.name, _url(listening.getsockname())
 
         def ready() -> None:
             console.heed_interrupts()
             if json:
-                console.print_json_line({"url": url, "model": name, "context": llm.context, "max_batch": max_batch})
+                facts = {"context": llm.context, "max_batch": serving.max_batch}
+                console.print_json_line({"url": url, "model": name, **facts})
             for line in _first_lines(llm, name, url):
                 say(line)
 
@@ -67,26 +67,27 @@ def serve(
             llm,
             name,
             template,
-            key,
+            keys,
             serving.max_waiting,
             serving.origins or (),
             serving.tool_parser,
             serving.reasoning_parser,
             [*logs.sinks(), *traces(name)],
-            limits=app.ConnectionLimits(
-                serving.request_timeout, serving.max_connections, serving.max_connections_per_address
-            ),
+            limits=app.ConnectionLimits(*serving.limits),
             page=serving.page,
+            isolate_keys=serving.isolate_keys,
         )
-        app.serve(served, listening, ready)
+        if app.serve(served, listening, ready):
+            say("ended by SIGTERM")
 
 
-def _api_key(serving: Serving) -> str | None:
-    """The key that clients must send. Raises UsageError if it is empty."""
-    key = serving.api_key
-    if (os.environ.get("QCOMPILE_API_KEY") if key is None else key) == "":  # typer drops an empty variable
+def _api_keys(serving: Serving) -> list[str]:
+    """The keys of which clients must send one. Raises UsageError if one is empty."""
+    keys = serving.api_keys or []
+    stated = keys or [os.environ.get("QCOMPILE_API_KEY", "none")]  # typer drops an empty variable
+    if not all(key.strip() for key in stated):
         raise UsageError("the API key is empty: give one, or unset --api-key and QCOMPILE_API_KEY to let everybody in")
-    return key
+    return keys
 
 
 def _first_lines(llm: LLM, name: str, url: str) -> Iterator[str]:

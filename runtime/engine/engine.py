@@ -92,12 +92,13 @@ class Engine:
         index: int = 0,
         embeds: FloatArray | None = None,
         grammar: Grammar | None = None,
+        owner: str = "",
     ) -> Request:
         """Queue one sample of a checked prompt. The first sample alone (`index` 0) reports the prompt.
 
         embeds: the prompt's embeddings [tokens, width], whose tokens have no meaning then. grammar: that of the
-        parameters' structured outputs (`grammars`). The prompt has at least one token. The context has room for one
-        token more, unless params.max_tokens is 0.
+        parameters' structured outputs (`grammars`). owner: as in RequestSpec. The prompt has at least one token. The
+        context has room for one token more, unless params.max_tokens is 0.
         """
         assert (grammar is None) == (params.structure is None)
         reports_prompt = params.prompt_logprobs is not None and index == 0
@@ -108,7 +109,7 @@ class Engine:
         known, vocab = prompt if embeds is None else (), self.executor.limits.vocab
         biases = self._bans.table(params, self.postprocessor.ends(params))
         request = Request(
-            spec=RequestSpec(self._next_id, len(prompt), min(wanted, self.context), params),
+            spec=RequestSpec(self._next_id, len(prompt), min(wanted, self.context), params, owner),
             sequence=SequenceState(list(prompt), embeds=embeds),
             prompt_report=report,
             sampler=Sampler(params, index, known, vocab, grammar.start() if grammar else None, TokenBiases(biases)),

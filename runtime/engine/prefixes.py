@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+Sharing = tuple[str | None, str]
+"""Requests share pages if they have the same adapter, None for the model alone, and the same owner, empty for all."""
+ALL: Sharing = (None, "")
+
 
 class CachedPage:
     """A full page: a node of a tree in which the path from the root spells the text up to the page's end.
@@ -27,19 +31,22 @@ class CachedPage:
         self.attached = True
 
 
+_NOTHING = CachedPage(-1, (), None)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class CachedText:
     """The text of a request that has ended over a hierarchical cache, and all its pages.
 
     tokens: those whose keys and values the pages hold. drafted: how many of them each draft stage's own cache holds.
-    adapter: the one that computed them, None for the model alone.
+    sharing: the adapter that computed them, and whose text it is.
     The newest tokens are in the ring of the text, which the next tokens overwrite: one request alone can continue it.
     """
 
     tokens: list[int]
     pages: list[int]
     drafted: list[int]
-    adapter: str | None = None
+    sharing: Sharing = ALL
 
     def is_prefix_of(self, tokens: Sequence[int]) -> bool:
         """Whether `tokens` begin with the text and are longer."""
@@ -48,11 +55,11 @@ class CachedText:
 
 
 class PrefixTree:
-    """The cached pages of `page_tokens` positions each; those of each adapter, and of none, are apart."""
+    """The cached pages of `page_tokens` positions each; those of requests that share nothing are apart."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
-        self._roots: dict[str | None, CachedPage] = {}
+        self._roots: dict[Sharing, CachedPage] = {}  # of which each has a page, as anybody can make up a key
         self._nodes: dict[int, CachedPage] = {}
 
     def __contains__(self, page: int) -> bool:
@@ -61,12 +68,9 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def _root(self, adapter: str | None) -> CachedPage:
-        return self._roots.setdefault(adapter, CachedPage(-1, (), None))
-
-    def find(self, tokens: Sequence[int], adapter: str | None = None) -> list[CachedPage]:
+    def find(self, tokens: Sequence[int], sharing: Sharing = ALL) -> list[CachedPage]:
         """The pages of the longest cached prefix, with at least one token left over: its logits are wanted."""
-        path, node = [], self._root(adapter)
+        path, node = [], self._roots.get(sharing, _NOTHING)
         for start in range(0, len(tokens) - self._page_tokens, self._page_tokens):
             child = node.children.get(tuple(tokens[start : start + self._page_tokens]))
             if child is None:
@@ -76,14 +80,14 @@ class PrefixTree:
         return path
 
     def add(
-        self, at: CachedPage | None, tokens: Sequence[int], pages: Sequence[int], adapter: str | None = None
+        self, at: CachedPage | None, tokens: Sequence[int], pages: Sequence[int], sharing: Sharing = ALL
     ) -> CachedPage:
         """Note that `pages` are full and hold the first positions of `tokens`. Returns the node of the last page.
 
         `at` is what the previous call for these tokens returned. Where another page holds the same text already, that
         page stays in the tree, and the given one is not added.
         """
-        node = at if at and at.attached else self._root(adapter)
+        node = at if at and at.attached else self._roots.setdefault(sharing, CachedPage(-1, (), None))
         for depth in range(node.depth, len(pages)):
             key = tuple(tokens[depth * self._page_tokens : (depth + 1) * self._page_tokens])
             child = node.children.get(key)
@@ -104,6 +108,8 @@ class PrefixTree:
         first = self._nodes[page]
         if first.parent:
             del first.parent.children[first.key]
+            if first.depth == 1 and not first.parent.children:
+                self._roots = {sharing: root for sharing, root in self._roots.items() if root is not first.parent}
         left = [first]
         while left:
             node = left.pop()

@@ -194,7 +194,7 @@ class Scheduler:
     def _admit_after_text(self, request: Request, texts: Sequence[CachedText]) -> bool:
         """`_admit` with a hierarchical cache: the request continues the longest whole text that it begins with."""
         tokens = request.sequence.tokens
-        own = (text for text in texts if text.adapter == request.params.lora)
+        own = (text for text in texts if text.sharing == request.spec.sharing)
         usable = (text for text in own if len(text.tokens) <= request.reusable)
         continued = (text for text in usable if text.is_prefix_of(tokens))
         nothing = CachedText([], [], [0] * len(request.drafts.cached))
@@ -229,7 +229,7 @@ class Scheduler:
         if self.pool.prefixes is None:
             return []
         tokens = request.sequence.tokens
-        nodes = self.pool.prefixes.find(tokens, request.params.lora)[: request.reusable // self.pool.page_tokens]
+        nodes = self.pool.prefixes.find(tokens, request.spec.sharing)[: request.reusable // self.pool.page_tokens]
         if self.snapshots:
             request.sequence.state_ends = self._state_ends(request, len(nodes))
             nodes = self.snapshots.usable(nodes)
@@ -240,7 +240,7 @@ class Scheduler:
             and any(
                 other.sequence.computed < end and other.sequence.tokens[:end] == tokens[:end]
                 for other in computing
-                if other.sequence.embeds is None and other.params.lora == request.params.lora
+                if other.sequence.embeds is None and other.spec.sharing == request.spec.sharing
             )
         ):
             return None
@@ -276,7 +276,7 @@ class Scheduler:
         full = min(sequence.computed, len(sequence.tokens)) // self.pool.page_tokens
         if self.pool.prefixes is not None and full > (sequence.cached_page.depth if sequence.cached_page else 0):
             filled = sequence.pages[:full]
-            page = self.pool.prefixes.add(sequence.cached_page, sequence.tokens, filled, request.params.lora)
+            page = self.pool.prefixes.add(sequence.cached_page, sequence.tokens, filled, request.spec.sharing)
             sequence.cached_page = page
 
     def _give_back(self, request: Request) -> None:
@@ -303,7 +303,7 @@ class Scheduler:
             drafted = [min(positions, count) for positions in request.drafts.cached]
             pages = self.pool.pages_for(count)
             kept = sequence.tokens[:count], sequence.pages[:pages]
-            self.pool.keep_text(CachedText(*kept, drafted, request.params.lora))
+            self.pool.keep_text(CachedText(*kept, drafted, request.spec.sharing))
             del sequence.pages[:pages]
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import secrets
+import signal
 import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -30,7 +33,7 @@ from qcompile.runtime.infill import infill_tokens
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server import answers, api
-from qcompile.runtime.server.asking import Asker
+from qcompile.runtime.server.asking import Asker, owner
 from qcompile.runtime.server.chat_api import ChatRequest
 from qcompile.runtime.server.chat_replies import ChatReply
 from qcompile.runtime.server.connections import DEFAULT_LIMITS, ConnectionLimits, limited_protocol
@@ -69,18 +72,18 @@ _LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 @dataclass(frozen=True)
 class Served:
-    """What a server offers. name: the model's name for clients. api_key: None requires no key.
+    """What a server offers. name: the model's name for clients. api_key: one key, or several; None requires none.
 
     origins: web pages whose scripts may read responses, as `https://example.org`; `*` stands for all. Pages of this
     machine may in any case. tool_parser, reasoning_parser: formats of replies by name; None for those that the template
     shows. sinks: what takes the records of all requests. limits: those of connections. page: whether `/` is a page to
-    chat with the model.
+    chat with the model. isolate_keys: whether only requests with the same key share cached prefixes.
     """
 
     llm: LLM
     name: str
     template: Render | None = None
-    api_key: str | None = None
+    api_key: str | Sequence[str] | None = None
     max_waiting: int = 256
     origins: Sequence[str] = ()
     tool_parser: str | None = None
@@ -88,6 +91,13 @@ class Served:
     sinks: Sequence[Sink] = ()
     limits: ConnectionLimits = DEFAULT_LIMITS
     page: bool = False
+    isolate_keys: bool = False
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys of which clients must send one; none lets everybody in."""
+        given = [self.api_key] if isinstance(self.api_key, str) else self.api_key or ()
+        return [key.encode() for key in given]
 
     def __post_init__(self) -> None:
         if self.name in self.llm.engine.adapters:
@@ -100,8 +110,10 @@ class Served:
         return DialogueFormat(self.template, self.llm.tokenizer, self.tool_parser, self.reasoning_parser)
 
 
-def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-    """Serve requests on a bound socket until SIGINT or SIGTERM. If the engine fails, raises its exception.
+def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> bool:
+    """Serve requests on a bound socket. Returns whether SIGTERM ended it.
+
+    SIGINT is raised again when the server has ended. If the engine fails, raises its exception.
 
     `ready` is called once the server listens and a signal ends it in order.
     """
@@ -121,6 +133,7 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
         service.close()
     if service.failure:
         raise service.failure
+    return server.terminated
 
 
 @contextmanager
@@ -162,10 +175,18 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._service, self._ready = service, ready
+        self.terminated = False  # by SIGTERM
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Heed a signal. SIGTERM is how services are ended: `run` returns, where other signals are raised again."""
+        if sig == signal.SIGTERM:
+            self.should_exit = self.terminated = True
+        else:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._service.end)
@@ -269,15 +290,21 @@ class _Handlers:
             self._llm.end_at(closing_tokens(served.template, self._llm.tokenizer))
 
     def authorize(self, request: Request) -> None:
-        """Raise HTTPException if an API key is required and the request has another or none."""
-        key = self._served.api_key
+        """Raise HTTPException if an API key is required and the request has another or none.
+
+        With `isolate_keys`, the key's holder owns the request.
+        """
+        keys = self._served.keys
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":  # names of schemes are case-insensitive
             given = request.headers.get("x-api-key", "")
         # The framework decodes headers as Latin-1, but keys are UTF-8.
-        if key is not None and not secrets.compare_digest(given.strip().encode("latin-1"), key.encode()):
+        sent = given.strip().encode("latin-1")
+        if keys and not sum(secrets.compare_digest(sent, key) for key in keys):  # a sum looks at each, in equal time
             asked = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "wrong or missing API key: send `Authorization: Bearer KEY`", asked)
+        if self._served.isolate_keys:
+            owner.set(hashlib.sha256(sent).hexdigest())
 
     async def health(self) -> JSONResponse:
         """Status 200 while the engine runs."""

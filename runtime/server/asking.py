@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Result = TypeVar("Result")
+owner: ContextVar[str] = ContextVar("owner", default="")
+"""Whose request this is, if only requests of one owner may share cached pages; the endpoints need not know."""
 _ENCODED_AT_ONCE, _FOR_A_PROMPT = 2000, 100
 """Most characters, or tokens, that are encoded at once: a thread would cost more time. Each prompt counts as the second
 number of characters in addition."""
@@ -47,7 +50,7 @@ class Submitting(Protocol):
 
     def admit(self, count: int, params: SamplingParams) -> None: ...
     def submit(
-        self, prompts: Sequence[list[int]], params: SamplingParams, partial: bool, grammar: Grammar | None
+        self, prompts: Sequence[list[int]], params: SamplingParams, partial: bool, grammar: Grammar | None, owner: str
     ) -> OutputStream: ...
 
 
@@ -109,7 +112,7 @@ class Asker:
         # Compiled in a thread, as it may take longer than other responses should wait.
         with named_as(structure_field):
             grammar = await run_in_threadpool(self.grammars.compile, params.structure) if params.structure else None
-        return self.service.submit(tokens, params, partial, grammar)
+        return self.service.submit(tokens, params, partial, grammar, owner.get())
 
     async def encoded(self, prompts: Sequence[Prompt], special: bool, params: SamplingParams) -> list[list[int]]:
         """The prompts' tokens. Long texts are encoded in a thread, so that other responses continue."""

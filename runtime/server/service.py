@@ -30,7 +30,8 @@ and send a piece takes about a third of the first number, during which the engin
 class Job:
     """The prompts of one caller.
 
-    partial: whether the caller wants outputs of unfinished prompts. grammar: that of structured outputs. grown: the
+    partial: whether the caller wants outputs of unfinished prompts. grammar: that of structured outputs. owner: as in
+    RequestSpec. grown: the
     newest output of each prompt that the caller has not read yet. A slow reader misses intermediate outputs, but no
     text, and there is at most one unread output per prompt.
     """
@@ -40,6 +41,7 @@ class Job:
     partial: bool
     loop: asyncio.AbstractEventLoop
     grammar: Grammar | None = None
+    owner: str = ""
     event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is something to read."""
     samples: list[PromptSamples] = field(default_factory=list)
@@ -112,6 +114,7 @@ class Service:
         params: SamplingParams,
         partial: bool = False,
         grammar: Grammar | None = None,
+        owner: str = "",
     ) -> Answer:
         """Submit `prompts` (tokens from `LLM.encode`), with the grammar of structured outputs. Call it, and iterate
         over the answer, on an event loop.
@@ -123,7 +126,7 @@ class Service:
         self.admit(count, params)
         if (held := sum(self._jobs.values())) + count > self.most:
             raise BusyError(f"{held} samples run or wait already, of at most {self.most}: try again later")
-        job = Job(prompts, params, partial, asyncio.get_running_loop(), grammar)
+        job = Job(prompts, params, partial, asyncio.get_running_loop(), grammar, owner)
         self._jobs[job] = count
         self._commands.put((self._start, job))
         return Answer(self, job)
@@ -196,7 +199,9 @@ class Service:
     def _start(self, job: Job) -> None:
         engine, params = self.llm.engine, job.params.generated
         for number, tokens in enumerate(job.prompts):
-            requests = [engine.add(tokens, params, index, grammar=job.grammar) for index in range(params.n)]
+            requests = [
+                engine.add(tokens, params, index, grammar=job.grammar, owner=job.owner) for index in range(params.n)
+            ]
             job.samples.append(PromptSamples(number, None, tokens, requests, job.params))
             self._owner.update((request.id, (job, job.samples[-1])) for request in requests)
 

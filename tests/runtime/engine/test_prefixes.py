@@ -65,6 +65,33 @@ def test_a_tree_keeps_the_first_of_two_pages_with_the_same_text() -> None:
     assert again.depth == 3 and [one.page for one in tree.find([1, 2, 3, 4, 5, 6, 7])] == [4, 5, 6]
 
 
+def test_owners_and_adapters_share_nothing_and_leave_nothing_behind() -> None:
+    tree, tokens = PrefixTree(2), [1, 2, 3]
+    sharing: list[tuple[str | None, str]] = [(None, ""), (None, "ann"), (None, "bob"), ("style", "ann")]
+    for page, each in enumerate(sharing[:3]):
+        tree.add(None, tokens[:2], [page], each)
+    assert [[one.page for one in tree.find(tokens, each)] for each in sharing] == [[0], [1], [2], []]
+    for page in range(3):
+        assert list(tree.forget(page)) == []
+    assert not tree._roots  # of which anybody who makes up keys could have any number
+
+
+def test_only_requests_of_one_owner_reuse_a_prompt() -> None:
+    """Nor do they wait for each other to compute one: that could be noticed as well."""
+    with fake_llm() as llm:
+        prompt = text(3 * PAGE_TOKENS)
+        cached = []
+        for owners in (("", "ann"), ("ann", "bob"), ("", "bob")):
+            requests = [llm.engine.add(prompt, SHORT, owner=owner) for owner in owners]
+            while llm.engine.busy:
+                llm.engine.step()
+            assert all(request.output.token_ids == reference_greedy(prompt, 4, eos=None) for request in requests)
+            cached.append([request.metrics.cached_tokens > 0 for request in requests])
+            assert requests[0].metrics.first_scheduled_time and requests[1].metrics.first_scheduled_time
+        assert cached == [[False, False], [True, False], [True, True]]
+        llm.engine.check()
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 7)), max_size=60), st.integers(1, 12))
 def test_a_pool_never_gives_a_held_page_away(moves: list[tuple[int, int, int]], most: int) -> None:

@@ -74,3 +74,23 @@ def test_the_key_is_what_follows_bearer(llm: LLM) -> None:
         for given in (*right, *wrong):
             status, _ = client.ask("/v1/models", Authorization=given)
             assert status == (200 if given in right else 401), given
+
+
+def test_of_several_keys_clients_send_one(llm: LLM) -> None:
+    with serving(llm, api_key=["eins", "zwei"]) as client:
+        for given, status in (("eins", 200), ("zwei", 200), ("eins zwei", 401), ("", 401)):
+            assert client.ask("/v1/models", Authorization=f"Bearer {given}")[0] == status, given
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_isolated_keys_share_no_prefixes(isolated: bool, llm: LLM) -> None:
+    """Neither do they see in `usage` that another client has sent the same prompt before."""
+    prompt = [7, 8, 9 + isolated] * 50
+    with serving(llm, isolate_keys=isolated) as client:
+        found = []
+        for key in ("ann", "ann", "bob", "bob", None):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            status, answer = client.ask("/v1/completions", {"prompt": prompt, "max_tokens": 1}, **headers)
+            assert status == 200
+            found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+    assert found == ([False, True, False, True, False] if isolated else [False, True, True, True, True])
