@@ -33,7 +33,7 @@ passes/test_exact codegen/gpu/test_gemm
 """Files that take more than 20 s, the slowest first."""
 AS_BUILT = re.compile(
     r"tests/codegen/cpu/(test_attention\.py|test_gemm\.py|test_state_kernels\.py|"
-    r"test_step\.py::test_rows_\w+\[(\d-)?(f32|bf16|w4a8|qoq)\])"
+    r"test_step\.py::test_\w+\[(\d-)?(f32|bf16|w4a8|qoq)\])"
 )
 """Tests of what the optimizer makes of the CPU kernels: each kernel alone, and whole steps by each kind of product and
 of cache."""

@@ -16,6 +16,7 @@ from qcompile.runtime.sampling.draws import GREEDY, Draws
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
 from tests.codegen.gpu.test_sample import SMALL
+from tests.support.cases import first
 from tests.support.compiled import Record
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted
@@ -97,8 +98,10 @@ def interpret_rows(vocab: int, sequences: int) -> None:
         at = end
 
 
-@pytest.mark.parametrize("vocab", [40, 4096 + 300])
-@pytest.mark.parametrize("sequences", [1, 3, 17])
+EVERY_SIZE = [(vocab, sequences) for vocab in (40, 4096 + 300) for sequences in (1, 3, 17)]
+
+
+@pytest.mark.parametrize(("vocab", "sequences"), first([(40, 1), (40, 17), (4096 + 300, 3)], EVERY_SIZE), ids=str)
 def test_rows_interpreted(vocab: int, sequences: int) -> None:
     interpreted(__name__, f"interpret_rows({vocab}, {sequences})")
 
@@ -158,6 +161,8 @@ def test_arithmetic_is_that_of_python(compiled: Record) -> None:
         assert found.spill_bytes == 0
 
 
-@pytest.mark.parametrize("how", ["decodes", "logits", "shared", "own", "lookup"])
+@pytest.mark.parametrize(
+    "how", first(("decodes", "logits", "shared", "lookup"), ["decodes", "logits", "shared", "own", "lookup"])
+)
 def test_an_engine_with_penalties_interpreted(how: str) -> None:
     interpreted(__name__, f"interpret_engine('{how}')")

@@ -16,6 +16,7 @@ from qcompile.codegen.gpu.plan import make_plan
 from qcompile.runtime.step import Rows, pages_for
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_step import RECIPES, SHAPE, lowered
+from tests.support.cases import first
 from tests.support.compiled import Record
 from tests.support.graphs import decoder, step_inputs
 from tests.support.interpreted import interpreted
@@ -71,7 +72,11 @@ def interpret_prompt(way: str) -> None:
         assert torch.equal(step(end - 1, 0), found[:-1])  # a row's result does not depend on its neighbours
 
 
-@pytest.mark.parametrize("way", WAYS)
+# Every cache, and every option of scores. Steps below have the other sizes of two of the caches.
+FIRST = ("kv16", "kv8 of 48", "kv4 of 48", "kv_hier of 48")
+
+
+@pytest.mark.parametrize("way", first(FIRST, WAYS))
 def test_queries_as_rows_interpreted(way: str) -> None:
     interpreted(__name__, f"interpret_prompt({way!r})")
 
@@ -127,7 +132,7 @@ def interpret_mixed_steps(recipe: str) -> None:
         assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["qserve", "bf16", "quantspec"])
+@pytest.mark.parametrize("recipe", first(("qserve", "quantspec"), ["qserve", "bf16", "quantspec"]))
 def test_decoding_beside_prompts_interpreted(recipe: str) -> None:
     interpreted(__name__, f"interpret_mixed_steps({recipe!r})")
 

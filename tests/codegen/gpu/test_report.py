@@ -20,6 +20,7 @@ from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Bias, Penalties
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_sample import SMALL
+from tests.support.cases import first
 from tests.support.compiled import Record
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted
@@ -120,8 +121,12 @@ def interpret_rows(vocab: int, sequences: int) -> None:
             assert (alone.reports == draw.reports).all()
 
 
-@pytest.mark.parametrize("vocab", [1, 3, 40, 4096 + 300])
-@pytest.mark.parametrize("sequences", [1, 3, 17])
+EVERY_SIZE = [(vocab, sequences) for vocab in (1, 3, 40, 4096 + 300) for sequences in (1, 3, 17)]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "sequences"), first([(1, 3), (3, 1), (40, 17), (4096 + 300, 3)], EVERY_SIZE), ids=str
+)
 def test_rows_interpreted(vocab: int, sequences: int) -> None:
     interpreted(__name__, f"interpret_rows({vocab}, {sequences})")
 
@@ -212,7 +217,7 @@ def test_prompts_interpreted() -> None:
     interpreted(__name__, "interpret_prompts()")
 
 
-@pytest.mark.parametrize("how", ["shared", "own", "lookup"])
+@pytest.mark.parametrize("how", first(("shared", "lookup"), ["shared", "own", "lookup"]))
 def test_an_engine_that_reports_interpreted(how: str) -> None:
     interpreted(__name__, f"interpret_engine('{how}')")
 

@@ -16,6 +16,7 @@ from qcompile.runtime.sampling.accept import pick
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.sampling import distribution
 from qcompile.targets import TARGETS
+from tests.support.cases import first
 from tests.support.graphs import decoder
 from tests.support.interpreted import interpreted
 from tests.support.sampled import OPTIONS
@@ -136,10 +137,10 @@ def interpret_engine(how: str) -> None:
         before = machine.driver.replays
         assert generate(True, 2) == by_host
         assert machine.driver.replays > before  # rounds are graphs
-    if how == "shared":
+    if how in ("shared", "own"):
         assert generate(False, 2) == by_host
 
 
-@pytest.mark.parametrize("how", ["decodes", "shared", "own", "lookup"])
+@pytest.mark.parametrize("how", first(("decodes", "own", "lookup"), ["decodes", "shared", "own", "lookup"]))
 def test_an_engine_that_draws_interpreted(how: str) -> None:
     interpreted(__name__, f"interpret_engine('{how}')")
