@@ -114,6 +114,13 @@ GPU_MUTATIONS = (
         f"{GLUON} -k not_written",
     ),
     Mutation(
+        "numbers of values that no row has written are unpacked",
+        "codegen/gpu/templates/unpack_pages.py.jinja",
+        "tl.load(words + PAGE, mask=first + t <= latest, other=0)",
+        "tl.load(words + PAGE)",
+        f"{GLUON} -k not_written",
+    ),
+    Mutation(
         "the zero points of a leaf's values are not in the unit of the sums",
         WARP_GROUPS,
         "V_SCALE), twice(grow)[:, None])",

@@ -45,6 +45,7 @@ from qcompile.codegen.gpu.kv_pages import GpuKV, most_heads
 from qcompile.codegen.gpu.operands import Grid, Operands, ScratchRef, Size
 from qcompile.codegen.gpu.unpack_pages import SHARED_BY, unpacked_pages
 from qcompile.codegen.program import Program
+from qcompile.formats.kv import PAGE_TOKENS
 from qcompile.targets import Target
 
 MOST_ROWS = 8192
@@ -183,7 +184,7 @@ class LaunchPlan:
             **self.limits.facts,
             "multiprocessors": self.target.multiprocessors,
             "ordered_programs": self.ordered_programs,
-            "unpacked_pages": self.unpacked_pages,
+            "unpacked_pages": min(self.unpacked_pages, _most_prompt_pages(program)),
             "unpacked_rows": SHARED_BY,
             "arena_bytes": {rows: program.arena_bytes(rows) for rows in ("tokens", "outputs")},
             "layer_page_bytes": [kv.heads * kv.block_bytes for kv in self.kvs[: program.kv.layers]],
@@ -206,6 +207,11 @@ def most_rows(program: Program) -> int:
     """Most rows of a step of `program`: fewer than MOST_ROWS if a buffer of so many would have over MOST_ITEMS."""
     widest = max((buffer.stride for buffer in program.buffers if buffer.rows == "tokens"), default=1)
     return min(MOST_ROWS, MOST_ITEMS // widest)
+
+
+def _most_prompt_pages(program: Program) -> int:
+    """As many pages as the largest step of long prompts reads, whose number the runtime rounds up."""
+    return MOST_ROWS // SHARED_BY * 2 * -(-program.max_position // PAGE_TOKENS)
 
 
 def _json_of(launches: Iterable[Launch]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -207,6 +208,8 @@ def test_pages_of_prompts_are_unpacked_before_attention_where_all_layers_have_th
     assert unpacking == ["unpacked", "far_unpacked"] * (len(unpacking) // 2) and unpacking
     block = 2 * 64 * 64 * 2 + 4 * 64 * 4  # keys and values of 64 features, and four numbers of each of 64 tokens
     assert plan.scratch["unpacked"] == (block, ("unpacked_room",)) and plan.unpacked_pages == (1 << 28) // block
+    written = json.loads(plan.to_json({label: {} for label in plan.kernels}, program, {}))
+    assert written["unpacked_pages"] == 8 * 2 * -(-program.max_position // 64)  # of eight prompts that are as long
     fewer = [launch for launch in plan.launches if launch.by != "far_unpacked"]
     assert replace(plan, launches=tuple(fewer)).unpacked_pages == 0
     for recipe, format, target in (("bf16", "kv16", "h200"), ("qserve", "kv4", "a100")):

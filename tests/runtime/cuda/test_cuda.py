@@ -13,7 +13,7 @@ from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.cuda import driver as cuda_driver
 from qcompile.runtime.cuda import launching, load, sampling
 from qcompile.runtime.cuda.executor import CudaExecutor
-from qcompile.runtime.cuda.memory import pages_in
+from qcompile.runtime.cuda.memory import activation_bytes, pages_in
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.engine.blocks import requested_pages
 from qcompile.runtime.sampling.draws import GREEDY
@@ -390,6 +390,14 @@ def test_weights_of_a_model_without_room_for_a_page_are_given_back(
     with pytest.raises(UsageError, match="less than one page"):  # before anything is on the GPU
         load.open_cuda(tmp_path, manifest, 1, 1, 0.9, drafts=False)
     assert held == {} and loaded == []
+
+
+def test_unpacked_pages_take_memory_where_steps_have_enough_rows() -> None:
+    scratch = {"unpacked": {"bytes": 1000, "counts": ["unpacked_room"]}}
+    plan = PLAN | {"unpacked_pages": 7, "unpacked_rows": 48, "scratch": scratch}
+    for rows, size in ((47, 0), (48, 7000)):
+        limits = LIMITS._replace(max_tokens=rows)
+        assert activation_bytes(plan, limits) - activation_bytes(PLAN, limits) == size
 
 
 @pytest.mark.parametrize(("free", "rows"), [(64 << 30, 2048), (5 << 29, 1024), (1 << 31, 512), (5 << 28, 512)])
