@@ -2,6 +2,9 @@
 
     .venv/bin/python .ci/check_wheel.py        (make wheel-check)
 
+A package that extends qcompile (samples/extension) is installed beside the wheel: its tests run, and a model is built
+with its pass, recipe and format, twice to the byte.
+
 Checks that the source distribution holds every file that its Makefile and tests need, that the wheel holds every
 module, template and `py.typed`, and that `qcompile --help`, `build` and `run` work from the wheel alone. The new
 environment reads the dependencies of the environment that runs this script, so nothing is installed twice.
@@ -10,6 +13,7 @@ environment reads the dependencies of the environment that runs this script, so 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +28,7 @@ LAYERS = ("passes", "codegen", "runtime")
 NEEDED = (*LAYERS, "qcompile", "tests", "samples", "benchmarks", "docs", ".ci")
 """Folders that the source distribution must hold completely."""
 SINGLE = ("Makefile", "constraints.txt", "pyproject.toml", "setup.py", "mkdocs.yml", "README.md", "LICENSE")
+EXTENSION = ROOT / "samples" / "extension"
 MODEL = ROOT / "samples" / "pycode-1m"
 
 
@@ -86,6 +91,24 @@ def use(programs: Path, folder: Path) -> None:
     assert text.strip(), "`qcompile run` printed nothing"
 
 
+def extend(programs: Path, folder: Path) -> None:
+    """Install samples/extension, run its tests, and build with it; raises CalledProcessError or AssertionError."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+    def run(*command: str | Path) -> None:
+        subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+    package = shutil.copytree(EXTENSION, folder / "extension")
+    install = (programs / "python", "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation")
+    run(*install, package)
+    run(programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", package / "tests")
+    build = (programs / "qcompile", "build", MODEL, "-o")
+    run(*build, "extended", "--recipe", "wide-ends", "--pass", "widen_narrow")
+    run(*build, "again", "--recipe", folder / "extended" / "recipe.toml")
+    first, second = ((folder / name / "qcompile.json").read_bytes() for name in ("extended", "again"))
+    assert first == second, "a build from the recipe of an artifact differs from it"
+
+
 def main() -> int:
     """Run all checks; the exit code is 1 where a file is missing."""
     with tempfile.TemporaryDirectory() as place:
@@ -96,8 +119,10 @@ def main() -> int:
             if missing:
                 print(f"{archive.name} lacks: {', '.join(sorted(missing))}", file=sys.stderr)
                 return 1
-        use(new_environment(folder / "environment", wheel), folder)
-        print(f"{sdist.name} and {wheel.name} are complete; the wheel builds and runs a model")
+        programs = new_environment(folder / "environment", wheel)
+        use(programs, folder)
+        extend(programs, folder)
+        print(f"{sdist.name} and {wheel.name} are complete; the wheel builds and runs a model, and can be extended")
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 from qcompile import ops
-from qcompile.errors import PassError, UsageError, suggestion
+from qcompile.errors import PassError, UsageError
 from qcompile.formats.registry import WEIGHT_FORMATS, weight_format
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
@@ -88,10 +88,10 @@ class AssignPrecision(Pass):
 def _checked(node: fx.Node) -> str:
     """A note on the linear `node`, whose precision an earlier pass decided. Raises PassError if it has no kernels."""
     weight, activation = (node.meta["precision"][part] for part in ("weight", "activation"))
-    if weight not in WEIGHT_FORMATS:
-        known = f"there are {', '.join(WEIGHT_FORMATS)}{suggestion(str(weight), WEIGHT_FORMATS)}"
-        raise PassError(AssignPrecision.name, node.name, f"weight format {weight} is unknown; {known}")
-    format = WEIGHT_FORMATS[weight]
+    try:
+        format = weight_format(str(weight))
+    except UsageError as error:
+        raise PassError(AssignPrecision.name, node.name, str(error)) from None
     if format.expert_fallback and ops.name_of(node.target) == "expert_linear":
         others = ", ".join(other.name for other in WEIGHT_FORMATS.values() if other.serves_experts)
         raise PassError(AssignPrecision.name, node.name, f"experts have no kernel in {weight}; {others} have")

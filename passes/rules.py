@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from torch import fx
 
 from qcompile.errors import PassError, UsageError, suggestion
-from qcompile.formats.activations import ACTIVATIONS
-from qcompile.formats.registry import WEIGHT_FORMATS
+from qcompile.formats.activations import activation_format
+from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import router_linears
 from qcompile.passes.base import Pass, PassResult
@@ -34,15 +34,11 @@ class Rules(Pass):
 
     def __post_init__(self) -> None:
         for rule in self.rules:
-            for kind, format, known in (
-                ("weight", rule.weight, list(WEIGHT_FORMATS)),
-                ("activation", rule.activation, list(ACTIVATIONS)),
-            ):
-                if format and format not in known:
-                    hint = suggestion(format, known)
-                    raise UsageError(
-                        f"rule {rule.name}: {kind} {format} is unknown; there are {', '.join(known)}{hint}"
-                    )
+            try:
+                _ = rule.weight and weight_format(rule.weight)
+                _ = rule.activation and activation_format(rule.activation)
+            except UsageError as error:
+                raise UsageError(f"rule {rule.name}: {error}") from None
 
     @property
     def wanted(self) -> bool:

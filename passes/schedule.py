@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from qcompile import recipes
 from qcompile.errors import UnsupportedError, UsageError, shown
@@ -14,6 +15,7 @@ from qcompile.passes.cache import Cache
 from qcompile.passes.calibration.calibrate import Calibrate
 from qcompile.passes.calibration.salience import Salience
 from qcompile.passes.center_keys import CenterKeys
+from qcompile.passes.extra import ExtraPass, check_names, check_stages, extra_pass, placed
 from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.fuse import Fuse
 from qcompile.passes.latent import Latent
@@ -61,14 +63,19 @@ PASSES: tuple[type[Pass], ...] = (
 """All passes, in the order in which they run."""
 
 
-def configure(settings: recipes.Settings, options: Mapping[str, str]) -> tuple[Pass, ...]:
+def configure(
+    settings: recipes.Settings, options: Mapping[str, str], added: Sequence[ExtraPass] = ()
+) -> tuple[Pass, ...]:
     """The passes with a recipe's settings, overridden by the user's `pass.field=value` or `field=value` options.
 
-    Raises UsageError listing the valid choices for an unknown pass or field, or a value of the wrong type.
+    Passes `added` from other packages have their places among them. Raises UsageError listing the valid choices for an
+    unknown pass or field, or a value of the wrong type.
     """
-    defaults = {kind.name: {field.name: field.default for field in fields(kind)} for kind in PASSES}
+    kinds = (*PASSES, *(one.kind for one in added))
+    defaults = {kind.name: {field.name: field.default for field in fields(kind)} for kind in kinds}
     values = recipes.apply_options(settings, defaults, options)
-    return tuple(kind(**values.get(kind.name, {})) for kind in PASSES)
+    passes = [kind(**values.get(kind.name, {})) for kind in PASSES]
+    return placed(passes, [(one.after, one.made(values.get(one.kind.name, {}))) for one in added])
 
 
 @dataclass(frozen=True)
@@ -92,27 +99,49 @@ class Schedule:
         """The user's options of passes, as texts."""
         return dict(self.recipe.options)
 
+    @cached_property
+    def added(self) -> tuple[ExtraPass, ...]:
+        """The passes of other packages that the recipe names. Raises UsageError."""
+        added = tuple(extra_pass(spec) for spec in self.recipe.passes)
+        check_names(added, [*(kind.name for kind in PASSES), *(rewrite.name for rewrite in self.extra)])
+        return added
+
     def model_passes(self) -> tuple[Pass, ...]:
         """The passes of the target model, `raise` first.
 
         Raises UsageError for an unknown option, and for an option of `speculate` if the recipe makes no draft.
         """
-        passes = _configured(self.recipe.settings(), self.options, self.target)
+        passes = _configured(self.recipe.settings(), self.options, self.target, self.added)
         unused = [option for option in self.options if option.startswith(f"{Speculate.name}.")]
         if unused and not self.recipe.drafts:
             name = self.recipe.name
             raise UsageError(f"option {unused[0]}: recipe {name} makes no draft of itself; take one that does")
-        return passes[:1] + self.extra + passes[1:]
+        passes = passes[:1] + self.extra + passes[1:]
+        check_stages(passes, [one.kind.name for one in self.added])
+        return passes
 
     def recipe_drafts(self) -> Iterator[tuple[recipes.RecipeDraft, tuple[Pass, ...]]]:
-        """The recipe's drafts, each with the passes from `speculate` on that derive it from the quantized graph."""
+        """The recipe's drafts, each with the passes from `speculate` on that derive it from the quantized graph.
+
+        That graph has gone through passes of other packages that stand before `cache`.
+        """
         for draft in self.recipe.drafts:
             settings = self.recipe.settings() | draft.settings(self.recipe.head)
-            passes = configure(settings, self.options)[PASSES.index(Speculate) :]
+            passes = configure(settings, self.options, self.added)
+            names = [rewrite.name for rewrite in passes]
+            done = {one.kind.name for one in self.added if names.index(one.kind.name) < names.index(Cache.name)}
+            kept = [rewrite for rewrite in passes[names.index(Speculate.name) :] if rewrite.name not in done]
             yield (
                 draft,
-                tuple(rewrite.for_draft() if isinstance(rewrite, Cache | Lora) else rewrite for rewrite in passes),
+                tuple(rewrite.for_draft() if isinstance(rewrite, Cache | Lora) else rewrite for rewrite in kept),
             )
+
+
+def scheduled(recipe: Resolved, target: str, passes: Sequence[Pass | str]) -> Schedule:
+    """The schedule of a recipe and further passes: objects, or texts that name them (passes/extra.py)."""
+    named = [one for one in passes if isinstance(one, str)]
+    objects = tuple(one for one in passes if not isinstance(one, str))
+    return Schedule(recipe.changed({}, passes=named), target, objects)
 
 
 def separate_draft_passes(target: str) -> tuple[Pass, ...]:
@@ -120,14 +149,16 @@ def separate_draft_passes(target: str) -> tuple[Pass, ...]:
     return _configured(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {}, target)
 
 
-def _configured(settings: recipes.Settings, options: Mapping[str, str], target: str) -> tuple[Pass, ...]:
+def _configured(
+    settings: recipes.Settings, options: Mapping[str, str], target: str, added: Sequence[ExtraPass] = ()
+) -> tuple[Pass, ...]:
     """`configure` with the options of passes that depend on the target.
 
     GPUs have no kernels for hierarchical caches of heads as large as latents. Raises UnsupportedError for adapters and
     for ranks on a GPU.
     """
     kind = get_target(target).kind
-    passes = configure(settings, {"salience.target": target, "latent.kind": kind, **options})
+    passes = configure(settings, {"salience.target": target, "latent.kind": kind, **options}, added)
     if kind != "cpu" and any(isinstance(rewrite, Lora) and rewrite.wanted for rewrite in passes):
         raise UnsupportedError(f"lora.rank: target {target} has no kernels for adapters; merge one with --lora DIR")
     if kind != "cpu" and any(isinstance(rewrite, Shard) and rewrite.wanted for rewrite in passes):

@@ -43,7 +43,7 @@ from qcompile.passes.calibration import outliers, perplexity
 from qcompile.passes.lora import Lora, described
 from qcompile.passes.rank_graphs import check_ranks, other_ranks
 from qcompile.passes.rewrite import ImportOptions, rewrite
-from qcompile.passes.schedule import Schedule, separate_draft_passes
+from qcompile.passes.schedule import Schedule, scheduled, separate_draft_passes
 from qcompile.recipe_files.resolved import RECIPE_FILE, RecipeLike, resolve
 from qcompile.report import figures, ir
 from qcompile.report.bits import bits_per_weight
@@ -119,7 +119,7 @@ def build(  # parameters: the public interface, one keyword for each option
     dump_ir: str | Path | None = None,
     calib: CalibrationSource | str | Path | torch.Tensor | None = None,
     check_passes: bool = False,
-    passes: Sequence[Pass] = (),
+    passes: Sequence[Pass | str] = (),
     lora: str | Path | Sequence[str | Path] = (),
     **source: Any,
 ) -> BuildReport:
@@ -134,15 +134,15 @@ def build(  # parameters: the public interface, one keyword for each option
     before it; the recipe's own drafts come first. `dump_ir` is a folder for all graphs as text and SVG. `calib` is the
     text by which weights' codes are chosen (a file, token ids [samples, length], or a calibration.CalibrationSource).
     If interrupted, the same build resumes. `check_passes` records each pass's change of the logits and seconds, on a
-    short text, in passes.json. `passes` are further passes, which run after `raise`. `lora` are folders of adapters in
-    PEFT's format to merge into the weights, "DIR=0.5" with a factor. Raises QCompileError, without leaving a partial
-    artifact, and TypeError for an argument that does not exist.
+    short text, in passes.json. `passes` run after `raise`, or where their text says ("module:Class@after=rotate").
+    `lora` are folders of adapters in PEFT's format to merge into the weights, "DIR=0.5" with a factor. Raises
+    QCompileError, without leaving a partial artifact, and TypeError for an argument that does not exist.
     """
     frontend.check_arguments(build, source)
     clock, machine = Clock(progress or silent), targets.get_target(target)
     text = calib if calib is None or isinstance(calib, CalibrationSource) else CalibrationSource(calib)
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
-    schedule = Schedule(resolve(recipe, options, head_dtype), target, tuple(passes))
+    schedule = scheduled(resolve(recipe, options, head_dtype), target, passes)
     importing = ImportOptions(source, text, addends(lora), kept, check_passes)
     drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes(target))
     backend = backend_of(machine)
@@ -183,13 +183,13 @@ def plan(  # parameters: the arguments of `build` that decide what is compiled
     options: Mapping[str, object] | None = None,
     head_dtype: str | None = None,
     drafts: str | Path | Sequence[Any] = (),
-    passes: Sequence[Pass] = (),
+    passes: Sequence[Pass | str] = (),
     **source: Any,
 ) -> CompilationPlan:
     """The plan that `build` would compile for the same arguments; reads no weights, writes nothing."""
     frontend.check_arguments(plan, source)
     machine = targets.get_target(target)
-    schedule = Schedule(resolve(recipe, options, head_dtype), target, tuple(passes))
+    schedule = scheduled(resolve(recipe, options, head_dtype), target, passes)
     drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes(target))
     planned = _plan(model, schedule, drafting, ImportOptions(source), Clock(silent))
     backend_of(machine).check(planned.programs, machine)

@@ -29,6 +29,7 @@ ABOUT = "about.json"
 _SOURCES = (
     "*.py",
     *(f"{folder}/**/*.py" for folder in ("artifact", "checkpoints", "formats", "ops", "passes", "recipe_files")),
+    "plugins/*.py",
     *("codegen/**/*", "sample_text/**/*"),
 )
 """What an artifact's content depends on, below the package."""

@@ -29,7 +29,7 @@ from qcompile.recipe_files.resolved import Resolved
 from qcompile.recipes import allocation
 
 if TYPE_CHECKING:
-    from qcompile.passes.base import PassRecord
+    from qcompile.passes.base import Pass, PassRecord
     from qcompile.pipeline import BuildReport
 
 _NAMED_TEXTS = {Path("none"): None, Path("sample"): sample_text.FOLDER}
@@ -61,8 +61,9 @@ def build(  # parameters: the groups of its options
       qcompile build samples/pycode-26m -o out/two --recipe w8a8 --tensor-parallel-size 2
     """
     settings = compilation.settings() | allocation(budget.bits, budget.rise)
-    recipe = refusals.check_formats(compilation.recipe, compilation.target, compilation.head_dtype, settings)
-    refusals.check_pass("--explain", inspection.explain)
+    formats = compilation.recipe, compilation.target, compilation.head_dtype
+    recipe = refusals.check_formats(*formats, settings, compilation.passes or ())
+    refusals.check_pass("--explain", inspection.explain, recipe)
     if calibration.calib is not None and calibration.calib not in _NAMED_TEXTS:
         texts.check(calibration.calib)
     drafts: Sequence[str | Path] = compilation.drafts or ()
@@ -136,18 +137,26 @@ def passes(json: Json = False) -> None:
     Example:
       qcompile passes
     """
+    from qcompile.passes.extra import extra_pass
     from qcompile.passes.schedule import PASSES
+    from qcompile.plugins.entries import entries
 
-    rows: list[dict[str, Any]] = []
-    for kind in PASSES:
-        summary = (kind.__doc__ or "").strip().splitlines()[0]
-        rows.append({"name": kind.name, "options": kind().options(), "summary": summary})
+    rows = [_pass_facts(kind) for kind in PASSES]
+    for name, entry in entries("qcompile.passes").items():
+        rows.append(_pass_facts(extra_pass(name).kind) | {"name": name, "package": entry.package})
     if json:
         console.print_json(rows)
         return
     for row in rows:
         options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
-        console.show(f"{row['name']:18}{options or '-'}\n{'':18}{row['summary']}")
+        of = f" (--pass, {row['package']})" if "package" in row else ""
+        console.show(f"{row['name']:18}{options or '-'}\n{'':18}{row['summary']}{of}")
+
+
+def _pass_facts(kind: type[Pass]) -> dict[str, Any]:
+    """Name, options and summary of a pass."""
+    summary = (kind.__doc__ or "").strip().splitlines()[0]
+    return {"name": kind.name, "options": kind().options(), "summary": summary}
 
 
 # ---- what `build` prints -------------------------------------------------------------------------------

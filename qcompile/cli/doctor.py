@@ -19,7 +19,7 @@ from qcompile.checkpoints import hub
 from qcompile.cli import console, refusals
 from qcompile.cli.options import Compilation, Hub, Json, Model, Remote, command
 from qcompile.errors import PassError, UnsupportedError
-from qcompile.recipe_files.resolved import resolve
+from qcompile.recipe_files.resolved import RecipeLike, resolve
 from qcompile.recipes import parse_options
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def doctor(
     """
     chosen = compilation
     settings = parse_options(chosen.options or [])
-    refusals.check_formats(chosen.recipe, chosen.target, chosen.head_dtype, settings)
+    recipe = refusals.check_formats(chosen.recipe, chosen.target, chosen.head_dtype, settings, chosen.passes or ())
     refusals.check_models(model)
     with console.Progress() as progress:
         progress("import", 0, 1)
@@ -53,8 +53,7 @@ def doctor(
 
         directory = hub.find(model, allow_remote_code, weights=False, progress=progress, **asdict(access))
         progress("trace", 0, 1)
-        formats = chosen.target, chosen.recipe, settings, chosen.head_dtype
-        diagnosis = examine(directory, *formats, allow_remote=allow_remote_code)
+        diagnosis = examine(directory, chosen.target, recipe, allow_remote=allow_remote_code)
     if json:
         console.print_json(diagnosis.as_json())
     else:
@@ -107,12 +106,17 @@ class Diagnosis:
 
 
 def examine(
-    model: str | Path, target: str, recipe: str, options: Mapping[str, str], head_dtype: str | None, **source: Any
+    model: str | Path,
+    target: str,
+    recipe: RecipeLike,
+    options: Mapping[str, str] | None = None,
+    head_dtype: str | None = None,
+    **source: Any,
 ) -> Diagnosis:
     """Run every stage on `model` up to code generation. What qcompile does not compile becomes `unsupported`.
 
     Of a deep model without weights, only the layers that differ are examined, and their costs are extrapolated to the
-    others, unless rules of the recipe make layers differ. Raises UsageError for a malformed request.
+    others, unless rules or passes of the recipe make layers differ. Raises UsageError for a malformed request.
     """
     from qcompile import pipeline
     from qcompile.checkpoints import depth
@@ -124,7 +128,8 @@ def examine(
     try:
         directory = hub.find(model, weights=False)
         there = _has_weights(directory)  # a configuration is enough
-        repeats = None if there or chosen.rules else depth.find(read_config(directory, **source), **source)
+        whole = there or chosen.rules or chosen.passes
+        repeats = None if whole else depth.find(read_config(directory, **source), **source)
         source |= {"weights": there}
         if repeats is None:
             facts = _facts(pipeline.plan(directory, **request, **source), kind)

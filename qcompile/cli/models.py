@@ -21,6 +21,7 @@ from qcompile.cli import calibrating, console, machine, refusals
 from qcompile.cli.estimate import Estimate
 from qcompile.cli.options import Building, Loading, divided
 from qcompile.errors import ArtifactError, UsageError
+from qcompile.plugins.entries import installed
 from qcompile.recipe_files.resolved import Resolved, resolve
 from qcompile.recipes import parse_options
 from qcompile.targets import get_target
@@ -123,9 +124,13 @@ class _Request:
             content = identity(directory, progress)
         facts = get_target(target).facts
         chosen = resolve(recipe, options)
+        if chosen.passes:  # their code may change while their names stay
+            raise UsageError(f"recipe {chosen.name} names passes of other packages: `qcompile build` it first")
         formats = chosen.name if chosen.is_plain else chosen.text()
         fields = dict(chosen.options)
         key = {"checkpoint": content, "recipe": formats, "target": facts, "options": fields, "remote code": remote}
+        if fields or not chosen.is_plain:  # formats of other packages may be among them
+            key |= {"packages": installed()} if installed() else {}
         return cls(name, directory, chosen, target, remote, reason, kept.place(name, key))
 
     def build(self) -> None:

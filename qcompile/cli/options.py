@@ -72,6 +72,17 @@ PassFields = Annotated[
 ]
 
 
+ExtraPasses = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pass",
+        metavar="PASS[@after=PASS]",
+        help="Pass of another package to run, by module:Class or its installed name, after `raise` or another pass; "
+        "repeatable.",
+    ),
+]
+
+
 def divided(ranks: int | None) -> dict[str, str]:
     """The options of passes that divide a model over so many processes."""
     return {"shard.ranks": str(ranks)} if ranks is not None and ranks > 1 else {}
@@ -187,6 +198,7 @@ class Compilation:
     recipe: Recipe = "w4a8"
     head_dtype: Head = None
     options: PassFields = None
+    passes: ExtraPasses = None
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import typer
 
 from qcompile.checkpoints import hub
 from qcompile.cli import console, refusals
-from qcompile.cli.options import Head, Json, PassFields, Remote, changed, command
+from qcompile.cli.options import ExtraPasses, Head, Json, PassFields, Remote, changed, command
 from qcompile.errors import UsageError
-from qcompile.recipe_files.resolved import Resolved
-from qcompile.recipes import RECIPES, Recipe, parse_options
+from qcompile.plugins.entries import entries
+from qcompile.recipe_files.resolved import Resolved, resolve
+from qcompile.recipes import RECIPES, parse_options
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Changes:
 
     head_dtype: Head = None
     options: PassFields = None
+    passes: ExtraPasses = None
 
 
 @command
@@ -48,11 +50,12 @@ def recipes(
     """
     if recipe is None:
         if option := changed(changes):
-            name = "--set" if option == "options" else "--head-dtype"
+            name = {"options": "--set", "passes": "--pass"}.get(option, "--head-dtype")
             raise UsageError(f"{name} changes a recipe: give the name of one, or a file")
         _list(json)
         return
-    chosen = refusals.check_formats(recipe, "cpu", changes.head_dtype, parse_options(changes.options or []))
+    options = parse_options(changes.options or [])
+    chosen = refusals.check_formats(recipe, "cpu", changes.head_dtype, options, changes.passes or ())
     if model is not None:
         refusals.check_models(model)
     _check(chosen)
@@ -82,16 +85,19 @@ def _table(linears: list[dict[str, Any]]) -> str:
 
 
 def _list(json: bool) -> None:
-    """Print all recipes."""
+    """Print all recipes, those of other packages last."""
+    found = [_facts(resolve(name)) for name in (*RECIPES, *entries("qcompile.recipes"))]
     if json:
-        console.print_json([_facts(recipe) for recipe in RECIPES.values()])
+        console.print_json(found)
         return
-    rows = [[str(value) for value in list(_facts(recipe).values())[:6]] for recipe in RECIPES.values()]
+    rows = [[str(value) for value in list(facts.values())[:6]] for facts in found]
     console.show(console.table(["recipe", "weights", "activations", "cache", "head", "about"], rows, words=("about",)))
 
 
-def _facts(recipe: Recipe) -> dict[str, Any]:
-    formats = {"weight": recipe.weight, "activation": recipe.activation, "kv": recipe.kv, "head": recipe.head}
+def _facts(recipe: Resolved) -> dict[str, Any]:
+    precision, options = recipe.settings()["assign_precision"], dict(recipe.options)
+    formats = {part: options.get(f"assign_precision.{part}", precision[part]) for part in ("weight", "activation")}
+    formats |= {"kv": options.get("cache.format", recipe.base.kv), "head": recipe.head}
     more = {"description": recipe.description, "calibrated": recipe.calibrated, "drafts": len(recipe.drafts)}
     return {"name": recipe.name, **formats, **more}
 
@@ -110,9 +116,10 @@ def _linears(recipe: Resolved, model: str, allow_remote: bool) -> list[dict[str,
     from qcompile.passes.rewrite import ImportOptions, rewrite
     from qcompile.passes.roles import sites
     from qcompile.passes.rules import selected
-    from qcompile.passes.schedule import PASSES, Schedule
+    from qcompile.passes.schedule import Schedule
 
-    passes = Schedule(recipe, "cpu").model_passes()[: PASSES.index(AssignPrecision) + 1]
+    passes = Schedule(recipe, "cpu").model_passes()
+    passes = passes[: [rewrite.name for rewrite in passes].index(AssignPrecision.name) + 1]
     with console.Progress() as progress:
         directory: Path = hub.find(model, allow_remote, weights=False, progress=progress)
         source = {"allow_remote": allow_remote}

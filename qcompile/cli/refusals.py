@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,11 +20,22 @@ LOOKUP = "lookup"
 """The draft that is no model (qcompile/drafts.py)."""
 
 
-def check_formats(recipe: str, target: str, head: str | None, options: Mapping[str, str]) -> Resolved:
-    """The recipe. Refuses unknown ones, targets, output heads, passes and fields, and values of the wrong type."""
+def check_formats(
+    recipe: str, target: str, head: str | None, options: Mapping[str, str], passes: Sequence[str] = ()
+) -> Resolved:
+    """The recipe. Refuses unknown ones, targets, output heads, passes and fields, and values of the wrong type.
+
+    Modules of `passes` may be in the current folder, as those of Python's `-m` are.
+    """
     targets.get_target(target)
-    chosen = resolve(recipe, options, head)
-    recipes.apply_options(chosen.settings(), pass_fields(), dict(chosen.options))
+    chosen = resolve(recipe, options, head, passes)
+    if any(":" in spec for spec in passes) and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    known = pass_fields()
+    fields = dict(chosen.options)
+    if chosen.passes:  # fields of their own are known when they are imported
+        fields = {name: text for name, text in fields.items() if name.rpartition(".")[0] in known}
+    recipes.apply_options(chosen.settings(), known, fields)
     return chosen
 
 
@@ -44,9 +56,9 @@ def check_output(output: Path) -> None:
     check_replaceable(Path(os.path.realpath(output)))
 
 
-def check_pass(option: str, name: str | None) -> None:
-    """Refuse the name of a pass that does not exist; `option` takes it."""
+def check_pass(option: str, name: str | None, recipe: Resolved) -> None:
+    """Refuse the name of a pass that does not exist; `option` takes it. Passes of other packages are not known yet."""
     known = pass_fields()
-    if name is not None and name not in known:
+    if name is not None and name not in known and not recipe.passes:
         hint = suggestion(name, known)
         raise UsageError(f"{option} {name}: there is no such pass; there are {', '.join(known)}{hint}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qcompile.errors import UnsupportedError, UsageError
+from qcompile.errors import UnsupportedError, UsageError, shown, suggestion
 from qcompile.formats.activations import activation_format
 from qcompile.formats.asymmetric import W4_ASYM_G128
 from qcompile.formats.floats import BF16, F32
@@ -14,6 +14,7 @@ from qcompile.formats.nvfp4 import NVFP4
 from qcompile.formats.qoq import QOQ_CHANNEL, QOQ_G128
 from qcompile.formats.symmetric import W8_SYM_CHANNEL
 from qcompile.formats.weight import WeightFormat
+from qcompile.plugins.entries import PluginEntry, entries
 
 STORED_FORMATS: dict[str, WeightFormat] = {
     format.name: format
@@ -57,10 +58,26 @@ def gpu_kernel_of(packing: str, integers: bool) -> GpuKernel:
 
 
 def weight_format(name: str) -> WeightFormat:
-    """The weight format called `name`. Raises UsageError if there is none."""
+    """The weight format called `name`, which may be another package's. Raises UsageError if there is none."""
+    others = {} if name in WEIGHT_FORMATS else entries("qcompile.formats")
+    if name in others:
+        _add(others[name])
     if name not in WEIGHT_FORMATS:
-        raise UsageError(f"weight format {name} is unknown; there are {', '.join(WEIGHT_FORMATS)}")
+        known = (*WEIGHT_FORMATS, *others)
+        raise UsageError(f"weight format {name} is unknown; there are {', '.join(known)}{suggestion(name, known)}")
     return WEIGHT_FORMATS[name]
+
+
+def _add(entry: PluginEntry) -> None:
+    """Add the weight format of another package. Raises UsageError for anything else."""
+    format = entry.load()
+    if not isinstance(format, WeightFormat) or format.name != entry.point.name:
+        raise UsageError(f"{entry}: {shown(format)} is no WeightFormat of this name")
+    for kernel in format.gpu.kernels:
+        if GPU_KERNELS.setdefault(kernel.name, kernel) is not kernel:
+            raise UsageError(f"{entry}: another format has GPU kernels called {kernel.name}")
+        _GPU_PACKINGS.setdefault(kernel.packing.name, kernel.packing)
+    WEIGHT_FORMATS[format.name] = STORED_FORMATS[format.name] = format
 
 
 def gpu_kernel_for(format: str, activation: str) -> GpuKernel:

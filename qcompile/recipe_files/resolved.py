@@ -2,6 +2,7 @@
 
 base = "w4a8"                  # a recipe by name; default w4a8
 kv = "kv8"                     # weight, activation, kv, head: the formats of the whole model
+passes = ["mine:Widen@after=rotate"]
 
 [options]
 rotate.enabled = true          # fields of passes, as --set has them
@@ -15,12 +16,13 @@ weight = "w8_sym_channel"
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qcompile.errors import UsageError, shown, suggestion
+from qcompile.plugins.entries import PluginEntry, entries
 from qcompile.recipe_files.rules import Rule, rule_of
 from qcompile.recipe_files.toml import read_toml, read_value, toml_lines
 from qcompile.recipes import RECIPES, Recipe, RecipeDraft, Settings, get_recipe, option_texts
@@ -29,7 +31,7 @@ RECIPE_FILE = "recipe.toml"
 """The file of an artifact with its recipe."""
 _FORMATS = {"weight": "assign_precision.weight", "activation": "assign_precision.activation", "kv": "cache.format"}
 """Options that have a key of their own."""
-_KEYS = ("base", "name", "description", *_FORMATS, "head", "options", "rules")
+_KEYS = ("base", "name", "description", *_FORMATS, "head", "passes", "options", "rules")
 _RULES = "rules."
 
 
@@ -37,7 +39,8 @@ _RULES = "rules."
 class Resolved:
     """The recipe `base`, changed by `options` (texts by pass.field), `head_dtype` (None: the base's) and `rules`.
 
-    `name` and `description` are the base's unless the recipe has its own.
+    `passes` name passes of other packages and their places, as passes/extra.py reads them. `name` and `description` are
+    the base's unless the recipe has its own.
     """
 
     base: Recipe
@@ -46,6 +49,7 @@ class Resolved:
     options: tuple[tuple[str, str], ...] = ()
     head_dtype: str | None = None
     rules: tuple[Rule, ...] = ()
+    passes: tuple[str, ...] = ()
 
     @property
     def calibrated(self) -> bool:
@@ -65,15 +69,17 @@ class Resolved:
     @property
     def is_plain(self) -> bool:
         """Whether the base's name, options and the head say all of it, as the command line can give it."""
-        return not self.rules and self.name == self.base.name
+        return not self.rules and not self.passes and self.name == self.base.name
 
     def settings(self) -> Settings:
         """The settings of passes, without `options`, which override them."""
         rules: Settings = {"rules": {"rules": self.rules}} if self.rules else {}
         return self.base.settings(self.head_dtype) | rules
 
-    def changed(self, options: Mapping[str, object], head_dtype: str | None = None) -> Resolved:
-        """The recipe with further options, which may be values and `rules.NAME` or `rules.NAME.KEY`, and a head."""
+    def changed(
+        self, options: Mapping[str, object], head_dtype: str | None = None, passes: Sequence[str] = ()
+    ) -> Resolved:
+        """The recipe with further options, which may be values and `rules.NAME` or `rules.NAME.KEY`, a head, passes."""
         rules = {rule.name: rule.table for rule in self.rules}
         texts = option_texts(options)
         for option, text in texts.items():
@@ -86,18 +92,21 @@ class Resolved:
             options=tuple((kept | own).items()),
             head_dtype=head_dtype or self.head_dtype,
             rules=tuple(rule_of(name, table) for name, table in rules.items()),
+            passes=(*self.passes, *passes),
         )
 
     def facts(self) -> dict[str, Any]:
         """What the manifest says of the recipe."""
         facts: dict[str, Any] = {"name": self.name, "options": dict(self.options), "head_dtype": self.head_dtype}
         facts |= {"base": self.base.name} if self.name != self.base.name else {}
+        facts |= {"passes": list(self.passes)} if self.passes else {}
         return facts | ({"rules": {rule.name: rule.table for rule in self.rules}} if self.rules else {})
 
     def text(self) -> str:
         """The recipe as a file, from which `recipe_file` makes the same one."""
         tables: dict[str, Any] = {"base": self.base.name, "name": self.name, "description": self.description}
         tables |= {} if self.head_dtype is None else {"head": self.head_dtype}
+        tables["passes"] = list(self.passes)
         tables["options"] = {option: _typed(text) for option, text in self.options}
         tables["rules"] = {rule.name: rule.table for rule in self.rules}
         return "\n".join(toml_lines({key: value for key, value in tables.items() if value})) + "\n"
@@ -111,18 +120,30 @@ def resolve(
     recipe: RecipeLike,
     options: Mapping[str, object] | None = None,
     head_dtype: str | None = None,
+    passes: Sequence[str] = (),
 ) -> Resolved:
-    """`recipe` with `options` of passes and `head_dtype`. Raises UsageError."""
+    """`recipe` with `options` of passes, `head_dtype` and `passes` of other packages. Raises UsageError."""
     if isinstance(recipe, Resolved):
         found = recipe
     elif isinstance(recipe, Mapping):
         found = recipe_of(recipe, "recipe", "own")
     elif isinstance(recipe, Path) or _is_file(recipe):
         found = recipe_file(Path(recipe))
+    elif recipe not in RECIPES and recipe in entries("qcompile.recipes"):
+        found = _installed(entries("qcompile.recipes")[recipe])
     else:
         base = get_recipe(recipe)
         found = Resolved(base, base.name, base.description)
-    return found.changed(options or {}, head_dtype)
+    return found.changed(options or {}, head_dtype, passes)
+
+
+def _installed(entry: PluginEntry) -> Resolved:
+    """The recipe of another package: the path of a file, or its tables. Raises UsageError."""
+    given = entry.load()
+    if not isinstance(given, str | Path | Mapping):
+        raise UsageError(f"{entry}: {shown(given)} is neither the path of a recipe nor its tables")
+    tables = given if isinstance(given, Mapping) else read_toml(Path(given))
+    return recipe_of(tables, str(entry), entry.point.name)
 
 
 def recipe_file(path: Path) -> Resolved:
@@ -151,12 +172,19 @@ def recipe_of(tables: Mapping[str, Any], place: str, name: str) -> Resolved:
         options = dict(_formats_of(tables)) | _flat(tables.get("options", {}))
         own = Resolved(base, name, tables.get("description", base.description))
         rules = {f"{_RULES}{rule}": table for rule, table in tables.get("rules", {}).items()}
+        own = replace(own, passes=_passes(tables.get("passes", [])))
         made = replace(own, rules=tuple(rule_of(rule.removeprefix(_RULES), table) for rule, table in rules.items()))
         changed = made.changed(options, tables.get("head"))
         changed.settings()  # refuses an unknown head
         return changed
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from None
+
+
+def _passes(given: object) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(one, str) and one.isprintable() for one in given):
+        raise UsageError(f"passes must be a list of texts, such as module:Class@after=rotate, not {shown(given)}")
+    return tuple(given)
 
 
 def _is_file(recipe: str) -> bool:

@@ -58,7 +58,7 @@ def test_what_a_recipe_chooses_for_a_model(mine: Path, tiny_checkpoint: Path, ca
     [
         (("--head-dtype", "bf16"), "--head-dtype changes a recipe: give the name of one, or a file"),
         (("w4a9",), "recipe w4a9 is unknown"),
-        (("MINE", "--set", "rules.first.weight=w3"), "rule first: weight w3 is unknown"),
+        (("MINE", "--set", "rules.first.weight=w3"), "rule first: weight format w3 is unknown"),
         (("MINE", "--set", "rules.first.kv=kv8"), "the KV cache has one format for all layers"),
         (("MINE", "--set", "cache.fromat=kv8"), "pass cache has no field fromat"),
         (("MINE", "--set", "rules.first.layers=9", "MODEL"), "rule first: layers 9 are not all there"),
