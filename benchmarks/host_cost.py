@@ -1,6 +1,7 @@
 """What the host's work for each step costs in CPU time, over a GPU that is only a clock: no GPU is needed.
 
-    python benchmarks/host_cost.py [out.json] [--batches=256,512] [--modes=generate,http] [--workloads=same,varied]
+    python benchmarks/host_cost.py [out.json] [--batches=256,512] [--modes=generate,http,masks]
+                                   [--workloads=same,varied]
 
 The engine, the executor of GPUs and the server are the real ones; the driver computes nothing, and a step ends so many
 seconds after the one before it as a step of Llama-3-8B by `qserve` takes on an H200
@@ -21,7 +22,9 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -38,16 +41,19 @@ from benchmarks.common import machine
 from benchmarks.gpu_serving import Work, ask, workload
 from qcompile.runtime.cuda import launching
 from qcompile.runtime.cuda.executor import CudaExecutor
+from qcompile.runtime.cuda.masks import DeviceMasks
 from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
+from qcompile.runtime.sampling.draws import GREEDY
+from qcompile.runtime.sampling.masks import Masks
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server import app
 from qcompile.runtime.server.service import Job, Service
-from qcompile.runtime.step import Limits
+from qcompile.runtime.step import Limits, Rows
 from tests.support.fake_driver import PLAN, FakeDriver, FakeLaunch
 
 SAMPLES = Path(__file__).parents[1] / "samples"
-LAUNCHES, ARGUMENTS = 300, 16
+LAUNCHES, ARGUMENTS, MASK_STEPS = 300, 16, 60
 _DEFAULTS = ("batches", "256,512"), ("modes", "generate,http"), ("workloads", "same,varied")
 STEP_SECONDS, ROW_SECONDS = 1.5e-3, 20e-6
 """Of a step of Llama-3-8B on an H200: 1.5 ms with one row, 3.0 with 64, 6.6 with 256."""
@@ -151,6 +157,37 @@ def client(port: str, batch: str, name: str) -> None:
         os.kill(os.getppid(), signal.SIGINT)
 
 
+def masks(batch: int, name: str) -> dict[str, Any]:
+    """Cost of the masks of requests confined to one regular expression, over a vocabulary of 8,192 tokens.
+
+    "same": all have the same text; "varied": no two have, after the first token.
+    """
+    llm, clock = opened(batch)
+    vocab, draw = llm.vocab_size, random.Random(0)
+    llm.end_at([0])
+    wanted = SamplingParams(structured_outputs={"regex": "[a-z ]{600,}"}, max_tokens=None)
+    grammar = llm.engine.grammars.compile(wanted.structure)
+    assert grammar is not None
+    device = DeviceMasks(clock, batch, vocab)  # type: ignore[arg-type]
+    states = [grammar.start() for _ in range(batch)]
+    draws = [GREEDY._replace(masks=Masks(state, 1)) for state in states]
+    waited: list[float] = []
+    for _ in range(MASK_STEPS):
+        began = time.process_time()
+        device.want([Rows([1], 0, (), 1)] * batch, draws)
+        device.grow()
+        device.send()
+        waited.append(time.process_time() - began)
+        allowed = [np.flatnonzero(np.isfinite(states[0].masked(np.zeros(vocab, np.float32))))]
+        tokens = [int(draw.choice(allowed[0])) for _ in states]
+        for state, token in zip(states, tokens, strict=True):
+            state.note(tokens[0] if name == "same" else token)
+    device.free()
+    llm.close()
+    costs = {"masks_ms": round(1e3 * statistics.median(waited), 3), "lexers": len(grammar.lexers.all)}
+    return {"batch": batch, "mode": "masks", "workload": name} | costs
+
+
 def measure(batch: int, mode: str, name: str) -> dict[str, Any]:
     """Costs of one workload."""
     llm, clock = opened(batch)
@@ -194,7 +231,7 @@ def main() -> None:
     rows = []
     asked = [options.get(*each).split(",") for each in _DEFAULTS]
     for number, mode, name in product(*asked):
-        rows.append(measure(int(number), mode, name))
+        rows.append(masks(int(number), name) if mode == "masks" else measure(int(number), mode, name))
         print(rows[-1], flush=True)
     for path in (a for a in sys.argv[1:] if not a.startswith("--")):
         Path(path).write_text(json.dumps(machine() | {"rows": rows}, indent=1) + "\n", encoding="utf-8")

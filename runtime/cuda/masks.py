@@ -14,11 +14,14 @@ from typing import Any
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.cuda.memory import MirroredNumbers
 from qcompile.runtime.sampling.draws import Draws
-from qcompile.runtime.sampling.masks import GrammarState, mask_words
+from qcompile.runtime.sampling.lexers import Lexer
+from qcompile.runtime.sampling.masks import Grammar, GrammarState, mask_words
 from qcompile.runtime.step import Rows
 
 _FEWEST = 4
 """Masks that are worth a thread: as a rule each takes 10 to 100 us."""
+_MOST_LEXERS = 8
+"""Most lexers of a grammar: each takes the time of a compilation and memory of its own."""
 
 
 class DeviceMasks:
@@ -97,7 +100,8 @@ class DeviceMasks:
                 state, ahead = self._wanted[index]
                 state.fill(ahead, address + 4 * self._items(index), self._words)
 
-        own, *others = self._shares()
+        new, known = self._divided()
+        own, *others = self._shares(new)
         if others and self._threads is None:
             self._threads = ThreadPoolExecutor(_cores() - 1, "qcompile-masks")
         started = [self._threads.submit(fill, share) for share in others if self._threads]
@@ -107,17 +111,47 @@ class DeviceMasks:
             wait(started)
         for each in started:
             each.result()
+        fill(known)
 
-    def _shares(self) -> list[list[int]]:
-        """The noted masks of each thread: those of one grammar in one thread, as their lexer has a lock."""
-        by_grammar: dict[int, list[int]] = {}
-        for index, (state, _) in enumerate(self._wanted):
-            by_grammar.setdefault(id(state.grammar), []).append(index)
-        count = min(_cores(), len(by_grammar), max(1, len(self._wanted) // _FEWEST))
-        shares: list[list[int]] = [[] for _ in range(count)]
-        for masks in sorted(by_grammar.values(), key=len, reverse=True):
+    def _divided(self) -> tuple[list[int], list[int]]:
+        """The noted masks that have to be computed, and those that are known, or are once these are computed."""
+        new: list[int] = []
+        known: list[int] = []
+        seen: set[int] = set()
+        for index, (state, ahead) in enumerate(self._wanted):
+            text = state.text_after(ahead)
+            (known if text in seen or state.grammar.known.get(text) else new).append(index)
+            seen.add(text)
+        return new, known
+
+    def _shares(self, new: Sequence[int]) -> list[list[int]]:
+        """The masks to compute of each thread: those of one lexer in one thread, as it has a lock.
+
+        A grammar of many masks gets more lexers, and its texts move to them.
+        """
+        by_grammar: dict[Grammar, list[int]] = {}
+        for index in new:
+            by_grammar.setdefault(self._wanted[index][0].grammar, []).append(index)
+        by_lexer: dict[Lexer, list[int]] = {}
+        for grammar, masks in by_grammar.items():
+            grammar.lexers.grow(min(_cores(), _MOST_LEXERS, len(masks) // _FEWEST))
+            by_lexer |= self._by_lexer(grammar.lexers.all, masks)
+        count = min(_cores(), len(by_lexer), max(1, len(new) // _FEWEST))
+        shares: list[list[int]] = [[] for _ in range(max(1, count))]
+        for masks in sorted(by_lexer.values(), key=len, reverse=True):
             min(shares, key=len).extend(masks)
         return shares
+
+    def _by_lexer(self, lexers: Sequence[Lexer], masks: Sequence[int]) -> dict[Lexer, list[int]]:
+        """Masks of a grammar by the lexer that computes them. Texts of a lexer that has more than its share move."""
+        most = max(_FEWEST, -(-len(masks) // len(lexers)))
+        found: dict[Lexer, list[int]] = {lexer: [] for lexer in lexers}
+        for index in masks:
+            state = self._wanted[index][0]
+            if len(found[state.lexer]) >= most:
+                state.lexer = min(lexers, key=lambda lexer: len(found[lexer]))
+            found[state.lexer].append(index)
+        return {lexer: some for lexer, some in found.items() if some}
 
     def free(self) -> None:
         """Free the memory on both sides, and end the threads."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from qcompile.errors import ResourceError, UsageError, shown
 from qcompile.runtime.detokenizer import BROKEN, spelled
+from qcompile.runtime.sampling.known_masks import KnownMasks
 from qcompile.runtime.sampling.masks import Grammar, first_line
 from qcompile.runtime.sampling.structured import Source, StructuredOutputsParams, StructureError
 
@@ -41,6 +42,7 @@ class Grammars:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, frozenset(eos)
         self._kept: OrderedDict[Source, Grammar] = OrderedDict()
         self._lock = threading.Lock()
+        self._known = KnownMasks()
         self._guide: Any = None
         self._worker = ThreadPoolExecutor(2, "qcompile-grammars")
 
@@ -79,7 +81,7 @@ class Grammars:
             if reason == _NO_TEXT:
                 reason = "its recursion has no end"
             raise StructureError(source.kind, f"cannot be compiled: {reason}")
-        grammar = Grammar(matcher, eos, guide, partial(_matcher, guide, source))
+        grammar = Grammar(matcher, eos, guide, partial(_matcher, guide, source), self._known)
         with self._lock:
             if eos == self._eos:
                 self._kept[source] = grammar

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from qcompile.runtime.sampling.known_masks import KnownMasks
+from qcompile.runtime.sampling.lexers import Lexers
+
 MASK_BITS = 32
 """Tokens of a word of a mask: token t is bit t % 32 of word t // 32."""
 _MOST_RENEWALS = 3
@@ -35,22 +38,25 @@ class Masks(NamedTuple):
 class Grammar:
     """A compiled grammar. matcher: llguidance's, at the start of a text. eos: the tokens that end a text.
 
-    guide: llguidance's tokenizer. compile: returns a new `matcher`.
-
-    The matchers of all texts share a lexer. What one text makes it learn serves the others, but a lexer may have only
-    so many states: where it has them, `renew` is called.
+    guide: llguidance's tokenizer. compile: returns a new `matcher`. known: keeps masks, of other grammars too.
     """
 
-    def __init__(self, matcher: Any, eos: frozenset[int], guide: Any, compile: Callable[[], Any]) -> None:
-        self.matcher, self.eos, self.guide, self._compile = matcher, eos, guide, compile
+    def __init__(
+        self,
+        matcher: Any,
+        eos: frozenset[int],
+        guide: Any,
+        compile: Callable[[], Any],
+        known: KnownMasks | None = None,
+    ) -> None:
+        self.eos, self.guide, self.lexers = eos, guide, Lexers(matcher, compile)
+        self.known = known or KnownMasks()
+        self.empty = self.known.start()
+        """The number of the empty text."""
 
     def start(self) -> GrammarState:
         """The state at the start of a text."""
         return GrammarState(self)
-
-    def renew(self) -> None:
-        """Have a `matcher` with a lexer that no text has used."""
-        self.matcher = self._compile()
 
 
 class GrammarState:
@@ -58,7 +64,10 @@ class GrammarState:
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar, self._eos, self._guide = grammar, grammar.eos, grammar.guide
+        self.lexer = grammar.lexers.first
+        """The lexer that masks are computed with. If it is changed, the next one is computed with the new one."""
         self._text: list[int] = []  # tokens that were noted
+        self._number = grammar.empty  # of this text
         self._renewals = 0
         self._ended = self._failed = self._ends_within = False
         self._restart()
@@ -71,7 +80,12 @@ class GrammarState:
         if not self._ended:
             self._failed = token < 0 or not self._advance([token])
             self._text += self._ahead[:1]
+            self._number = self.grammar.known.after(self._number, self._ahead[:1])
             del self._ahead[:1]
+
+    def text_after(self, ahead: Sequence[int]) -> int:
+        """The number of the text and `ahead` (`KnownMasks`)."""
+        return self.grammar.known.after(self._number, ahead)
 
     def fill(self, ahead: list[int], address: int, words: int) -> None:
         """Write the mask of the tokens that may follow the text and `ahead`: uint32 [words] at an address.
@@ -82,6 +96,12 @@ class GrammarState:
         if self._failed:
             ctypes.memset(address, 0, 4 * words)
             return
+        known = None if self._ended else self.grammar.known.get(self.text_after(ahead))
+        if known is not None and len(known) == 4 * words:
+            ctypes.memmove(address, known, 4 * words)
+            return
+        if self._using is not self.lexer:
+            self._restart()
         while not self._filled(ahead, address, words) and self._renew():
             pass
 
@@ -101,6 +121,8 @@ class GrammarState:
         mask = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address))
         self._allow_spelled(mask)
         self._forbid_ends_within(mask)
+        if not self._ends_within:
+            self.grammar.known.keep(self.text_after(ahead), mask.tobytes())
         return True
 
     def _forbid_ends_within(self, mask: npt.NDArray[np.uint32]) -> None:
@@ -181,14 +203,14 @@ class GrammarState:
         if self._renewals == _MOST_RENEWALS:
             return False
         self._renewals += 1
-        if self.grammar.matcher is self._source:  # else another text has renewed it
-            self.grammar.renew()
+        if self._using.matcher is self._source:  # else another text has renewed it
+            self._using.renew()
         self._restart()
         return True
 
     def _restart(self) -> None:
-        """Take the grammar's matcher, and have it follow the text from its start."""
-        self._source = self.grammar.matcher
+        """Take the lexer's matcher, and have it follow the text from its start."""
+        self._using, self._source = self.lexer, self.lexer.matcher
         self._matcher = self._source.deep_copy()
         self._ahead: list[int] = []  # tokens that the matcher has taken after those noted
         if self._text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.sampling.draws import GREEDY
+from qcompile.runtime.sampling.lexers import Lexers
 from qcompile.runtime.sampling.masks import Grammar, GrammarState, Masks, mask_words
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import Rows
@@ -180,41 +182,112 @@ def test_masks_that_find_no_memory_leave_none_behind() -> None:
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 16])
 def test_masks_of_several_grammars_are_written_in_threads(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as cores; those of one grammar in one thread. An error of any of them is raised."""
+    """As many as cores; those of one lexer in one thread. An error of any of them is raised."""
     from qcompile.runtime.cuda import masks as module
     from tests.support.gpu_machine import HostDriver
 
     monkeypatch.setattr(module, "_cores", lambda: cores)
+    monkeypatch.setattr(Lexers, "grow", lambda self, wanted: None)
     driver: Any = HostDriver()
     masks = module.DeviceMasks(driver, 64, 100)
     grammars = [Grammar(Remainders(), frozenset(), None, Remainders) for _ in range(5)]
     states = [grammars[i % 5 if i < 15 else 0].start() for i in range(31)]
     ran: dict[int, set[int]] = {}
-    fill = GrammarState.fill
+    compute = GrammarState._filled
 
-    def noted(state: GrammarState, *given: Any) -> None:
+    def noted(state: GrammarState, *given: Any) -> bool:
         ran.setdefault(id(state.grammar), set()).add(threading.get_ident())
-        fill(state, *given)
+        return compute(state, *given)
 
-    monkeypatch.setattr(GrammarState, "fill", noted)
+    monkeypatch.setattr(GrammarState, "_filled", noted)
     for index, state in enumerate(states):
-        state.note(2 * (index % 3) + 1)
+        state.note(2 * index + 1)
     draws = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
     assert masks.want([Rows([5], 0, (), 1)] * 31, draws)
     masks.grow()
     masks.send()
     assert all(len(threads) == 1 for threads in ran.values()) and len(ran) == 5
     assert len(set.union(*ran.values())) <= min(cores, 5) and (cores == 1 or len(set.union(*ran.values())) > 1)
-    sent = driver.at(masks.address, "*i32").numpy()
-    for row, state in enumerate(states):
-        alone = np.zeros(4, np.int32)
-        fill(state, [], alone.ctypes.data, 4)
-        assert (sent[sent[row] : sent[row] + 4] == alone).all() and alone.any()
+    assert_sent(masks, driver, states)
+    for state in states:
+        state.note(next(token for token in range(100) if state._matcher.allows(token)))
     monkeypatch.setattr(Remainders, "unsafe_compute_mask_ptr", _no_mask)
     with pytest.raises(ValueError, match="no mask"):
         masks.send()
     masks.free()
     assert not driver.memory
+
+
+def assert_sent(masks: Any, driver: Any, states: list[GrammarState]) -> None:
+    """What was sent are the masks of these states, computed alone."""
+    sent = driver.at(masks.address, "*i32").numpy()
+    for row, state in enumerate(states):
+        alone = np.zeros(4, np.int32)
+        Remainders(tuple(state._text)).unsafe_compute_mask_ptr(alone.ctypes.data, 16)
+        assert (sent[sent[row] : sent[row] + 4] == alone).all() and alone.any()
+
+
+def test_masks_after_the_same_text_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qcompile.runtime.cuda.masks import DeviceMasks
+    from tests.support.gpu_machine import HostDriver
+
+    driver: Any = HostDriver()
+    masks = DeviceMasks(driver, 64, 100)
+    grammar = Grammar(Remainders(), frozenset(), None, Remainders)
+    states = [grammar.start() for _ in range(21)]
+    computed: list[tuple[int, ...]] = []
+    compute = Remainders.unsafe_compute_mask_ptr
+
+    def noted(self: Remainders, address: int, size: int) -> None:
+        computed.append(tuple(self.text))
+        compute(self, address, size)
+
+    monkeypatch.setattr(Remainders, "unsafe_compute_mask_ptr", noted)
+    draws = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
+    for texts in ([()], [(1,), (3,), (5,)]):
+        for index, state in enumerate(states):
+            for token in texts[index % len(texts)]:
+                state.note(token)
+        computed.clear()
+        assert masks.want([Rows([5], 0, (), 1)] * len(states), draws)
+        masks.grow()
+        masks.send()
+        assert sorted(computed) == texts
+        masks.send()
+        assert sorted(computed) == texts
+    monkeypatch.undo()
+    assert_sent(masks, driver, states)
+    masks.free()
+
+
+def test_a_grammar_of_many_texts_gets_lexers_for_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that moves is followed from its start. Lexers are never used by two threads at once."""
+    from qcompile.runtime.cuda import masks as module
+    from tests.support.gpu_machine import HostDriver
+
+    monkeypatch.setattr(module, "_cores", lambda: 3)
+    driver: Any = HostDriver()
+    masks = module.DeviceMasks(driver, 64, 100)
+    grammar = Grammar(Remainders(), frozenset(), None, Remainders)
+    states = [grammar.start() for _ in range(31)]
+    for index, state in enumerate(states):
+        state.note(2 * index + 1)
+    draws = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
+    sizes = []
+    for _ in range(4):
+        assert masks.want([Rows([5], 0, (), 1)] * 31, draws)
+        masks.grow()
+        masks.send()
+        assert_sent(masks, driver, states)
+        assert all(state._source is state.lexer.matcher for state in states)
+        used = Counter(id(state.lexer) for state in states)
+        sizes.append(sorted(used.values()))
+        assert grammar.lexers._thread is not None
+        grammar.lexers._thread.join()
+        for state in states:
+            state.note(next(token for token in range(100) if state._matcher.allows(token)))
+    assert sizes[-1] == [9, 11, 11] and len(grammar.lexers.all) == 3
+    masks.free()
 
 
 def _no_mask(self: Remainders, address: int, size: int) -> None:

@@ -1,0 +1,137 @@
+"""Masks that are kept: found by the same text of the same grammar alone."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qcompile.runtime.sampling import known_masks
+from qcompile.runtime.sampling.known_masks import KnownMasks
+from qcompile.runtime.sampling.masks import Grammar, GrammarState
+
+
+class Ascending:
+    """Stands for llguidance's matcher: each token is larger than the one before it. It counts what it computes."""
+
+    computed = 0
+
+    def __init__(self, text: tuple[int, ...] = ()) -> None:
+        self.text = list(text)
+
+    def deep_copy(self) -> Ascending:
+        return Ascending(tuple(self.text))
+
+    def rollback(self, count: int) -> None:
+        del self.text[len(self.text) - count :]
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        for taken, token in enumerate(tokens):
+            if self.text and token <= self.text[-1]:
+                return taken
+            self.text.append(token)
+        return len(tokens)
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        Ascending.computed += 1
+        above = np.arange(8 * size) > (self.text[-1] if self.text else -1)
+        ctypes.memmove(address, np.packbits(above, bitorder="little").ctypes.data, size)
+
+    def compute_bitmask(self) -> None: ...
+
+    def is_accepting(self) -> bool:
+        return True
+
+    def is_error(self) -> bool:
+        return False
+
+
+def allowed(state: GrammarState, ahead: list[int] | None = None, vocab: int = 64) -> set[int]:
+    logits: Any = state.masked(np.zeros(vocab, np.float32), ahead or [])
+    return set(np.flatnonzero(np.isfinite(logits)).tolist())
+
+
+def grammar(known: KnownMasks | None = None, eos: frozenset[int] = frozenset()) -> Grammar:
+    return Grammar(Ascending(), eos, None, Ascending, known)
+
+
+def computed() -> int:
+    count, Ascending.computed = Ascending.computed, 0
+    return count
+
+
+def test_a_text_is_computed_once_for_all_that_have_it() -> None:
+    one, two = (both := grammar()).start(), both.start()
+    computed()
+    for token in (3, 9, 30):
+        assert allowed(one) == allowed(two) and computed() == 1
+        one.note(token)
+        two.note(token)
+    assert allowed(one) == set(range(31, 64)) == allowed(two)
+    one.note(40)
+    two.note(41)
+    assert (min(allowed(one)), min(allowed(two))) == (41, 42)
+
+
+def test_drafts_lead_to_the_text_that_tokens_lead_to() -> None:
+    """A draft that the grammar excludes allows all, and is not mixed up with what is noted."""
+    one, two = (both := grammar()).start(), both.start()
+    assert allowed(one, [3, 9]) == set(range(10, 64))
+    computed()
+    for token in (3, 9):
+        two.note(token)
+    assert allowed(two) == set(range(10, 64)) and computed() == 0
+    assert allowed(one, [9, 3]) == set(range(64)) and allowed(one, [3]) == set(range(4, 64))
+    one.note(3)
+    assert allowed(one, [9]) == set(range(10, 64))
+    one.note(2)
+    assert allowed(one) == set() and allowed(two) == set(range(10, 64))
+
+
+def test_texts_that_ended_or_failed_are_not_those_before() -> None:
+    one, two = (both := grammar(eos=frozenset([5]))).start(), both.start()
+    for state in (one, two):
+        state.note(7)
+        assert allowed(state) == set(range(8, 64))
+    two.note(6)
+    assert two._failed and allowed(two) == set()
+    one.note(5)
+    assert allowed(one) == set(range(64)) == allowed(both.start(), [7, 5])
+
+
+def test_other_grammars_and_vocabularies_do_not_share() -> None:
+    known = KnownMasks()
+    one, two = grammar(known).start(), grammar(known).start()
+    computed()
+    assert allowed(one) == allowed(two) and computed() == 2
+    assert allowed(one, vocab=32) == set(range(32)) and computed() == 1
+
+
+def test_what_is_forgotten_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_masks, "_MOST_MASKS", 4)
+    monkeypatch.setattr(known_masks, "_MOST_TEXTS", 8)
+    both = grammar()
+    for first in range(20):
+        state = both.start()
+        for token in (first, first + 20, first + 40):
+            state.note(token)
+            assert allowed(state) == set(range(token + 1, 64))
+    assert len(both.known._masks) <= 4 and len(both.known._texts) <= 8
+
+
+def test_several_threads_agree_on_numbers() -> None:
+    known, found = KnownMasks(), list[list[int]]()
+    start = known.start()
+
+    def count() -> None:
+        found.append([known.after(start, range(length)) for length in range(300)])
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(numbers == found[0] for numbers in found) and len(set(found[0])) == 300
