@@ -79,7 +79,7 @@ CHECKPOINT_SCHEMES: dict[str, dict[str, Any]] = {
 class VllmEngine:
     """vLLM with random weights."""
 
-    def __init__(self, scheme: str, folder: Path, context: int, sequences: int) -> None:
+    def __init__(self, scheme: str, folder: Path, context: int, sequences: int, options: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = "1"
@@ -100,6 +100,7 @@ class VllmEngine:
             async_scheduling=True,
             max_num_batched_tokens=STEP_ROWS,
             **VLLM_SCHEMES[scheme],
+            **options,
         )
         self._submitted = 0
 
@@ -177,8 +178,8 @@ def main() -> None:
     job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     started = time.perf_counter()
     folder, context = Path(job["folder"]), job["context"]
-    opened = VllmEngine if job["engine"] == "vllm" else OurEngine
-    engine = opened(job["scheme"], folder, context, job["sequences"])
+    given = job["scheme"], folder, context, job["sequences"]
+    engine = VllmEngine(*given, job["options"]) if job["engine"] == "vllm" else OurEngine(*given)
     found: dict[str, Any] = {"version": engine.version, "start_seconds": time.perf_counter() - started}
     workloads, job_loads = Workloads(engine), job["workloads"]
     label = f"{job['engine']}:{job['scheme']}"

@@ -117,3 +117,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "bamba-9b": BAMBA,
     "deepseek-v3-4-layers": DEEPSEEK_V3,
 }
+
+VLLM_OPTIONS: dict[str, dict[str, Any]] = {"qwen3-next-24-layers": {"gdn_prefill_backend": "triton"}}
+"""Options of vLLM by model. FlashInfer's kernels for recurrences, its default, are compiled at its first start."""

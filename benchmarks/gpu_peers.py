@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_common import facts
 from benchmarks.gpu_e2e import empty_checkpoint, write
-from benchmarks.gpu_peer_models import MODELS
+from benchmarks.gpu_peer_models import MODELS, VLLM_OPTIONS
 
 LOADS = (0.7, 1.0, 1.5)
 BATCHES, LARGE_BATCHES = (1, 8, 16, 32, 64, 128, 256), (1, 8, 64)
@@ -101,6 +101,7 @@ def measure(model: str, options: dict[str, str], vllm: str | None, paths: list[P
                 folder = empty_checkpoint(Path(temporary), MODELS[model])
                 job = {"engine": side, "scheme": scheme, "folder": str(folder), "context": context}
                 job |= {"sequences": int(options.get("sequences", SEQUENCES)), "kernels": "kernels" in options}
+                job["options"] = VLLM_OPTIONS.get(model, {})
                 job["workloads"] = workloads_of(kinds, quick, long, capacity)
                 found[side][scheme] = run_engine(job, vllm if side == "vllm" else None)
             capacity = capacity or found[side][scheme].get("trace", {}).get("own_capacity")
