@@ -53,7 +53,7 @@ class Bench:
 
     def heldout_tokens(self, count: int) -> list[int]:
         """The first `count` tokens of the held-out documents, each document after token 0."""
-        from qcompile.calibration import load_tokenizer
+        from qcompile.checkpoints.tokenizer_files import load_tokenizer
         from qcompile.runtime.evaluate import read_documents, token_stream
 
         return token_stream(load_tokenizer(SAMPLE), read_documents(self.data / "heldout.jsonl")[:20], 0)[:count]

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.common import RESULTS, machine, write_result
-from qcompile import calibration
+from qcompile.checkpoints.tokenizer_files import load_tokenizer
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 MODEL = SAMPLES / "pycode-1m"
@@ -143,7 +143,7 @@ def written(teacher: Any) -> dict[str, Tensor]:
 
 def batches(steps: int) -> Iterator[Tensor]:
     """Token ids int64 [BATCH, LENGTH] of the standard library's sources, each window once, in an order of their own."""
-    tokenizer = calibration.load_tokenizer(MODEL)
+    tokenizer = load_tokenizer(MODEL)
     needed = steps * BATCH * LENGTH
     stream: list[int] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py")):

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from qcompile.calibration import Calibration, CalibrationSource, open_source
 from qcompile.checkpoints import frontend, traces
 from qcompile.checkpoints.adapters import check_merged
 from qcompile.checkpoints.hub import find
 from qcompile.checkpoints.merging import Addend, merge
+from qcompile.checkpoints.tokenizer_files import load_tokenizer
 from qcompile.checkpoints.tracing import hurried
 from qcompile.clock import Clock, Progress
 from qcompile.errors import UsageError
@@ -70,7 +73,7 @@ def _opened(text: CalibrationSource, model: Any, graph: Graph, kept: Path | None
     """The calibration text, in the tokens of the checkpoint `model`, whose graph is `graph`."""
     return open_source(
         text,
-        find(model) if isinstance(model, (str, Path)) else None,
+        load_tokenizer(model) if isinstance(model, (str, Path)) and not isinstance(text.given, Tensor) else None,
         bos=graph.info.bos_token_id,
         vocabulary=graph.info.vocab_size,
         context=graph.info.max_position,

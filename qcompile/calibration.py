@@ -19,7 +19,7 @@ from torch import Tensor
 from qcompile import sample_text, texts
 from qcompile.clock import Progress, silent
 from qcompile.errors import ResourceError, UsageError
-from qcompile.texts import encoded
+from qcompile.texts import encoded, started
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,6 +43,9 @@ class Kept(NamedTuple):
 
 
 _NOTE = "note "
+
+_FORMS = {b"PAR1": "a Parquet file", b"ARRO": "an Arrow file", b"PK\3\4": "a zip file"}
+"""Kinds of files by their first four bytes."""
 
 EXCERPT_TOKENS = 8192
 """Number of tokens on which channel magnitudes are measured."""
@@ -155,7 +158,7 @@ class Calibration:
 
 def open_source(
     source: CalibrationSource,
-    directory: Path | None,
+    tokenizer: Tokenizer | None,
     *,
     bos: int | None,
     vocabulary: int,
@@ -163,7 +166,7 @@ def open_source(
     folder: Path | None = None,
     progress: Progress = silent,
 ) -> Calibration:
-    """The calibration tokens of `source`, for a model with the tokenizer in `directory` and a `context` in tokens.
+    """The calibration tokens of `source`, for a model with this `tokenizer` and a `context` in tokens.
 
     `bos` and `vocabulary` are as for `read`; `folder` keeps results between interrupted runs. Raises UsageError in the
     same cases as `read`.
@@ -173,12 +176,12 @@ def open_source(
         calibration.check_vocabulary(vocabulary)
         if not 2 <= (length := calibration.tokens.shape[1]) <= context:
             raise UsageError(f"calibration samples have {length} tokens; they may have 2 to {context}")
-    elif directory is None:
+    elif tokenizer is None:
         raise UsageError("calibration text needs a model with a tokenizer: give token ids [samples, length] instead")
     else:
         calibration = read(
             source.given,
-            load_tokenizer(directory),
+            tokenizer,
             bos=bos,
             vocabulary=vocabulary,
             samples=source.samples,
@@ -215,7 +218,7 @@ def read(
     texts = foreign = 0
     unknown = tokenizer.token_to_id(str(getattr(tokenizer.model, "unk_token", None) or ""))
     for ids in encoded(tokenizer, documents, f"calibration text {path}"):
-        stream += [0 if bos is None else bos, *ids]
+        stream += started(ids, 0 if bos is None else bos)
         texts += len(ids)
         foreign += 0 if unknown is None else ids.count(unknown)
     if foreign > MOST_UNKNOWN * texts or not texts:
@@ -235,13 +238,13 @@ def read(
 
 
 def read_documents(path: str | Path) -> list[str]:
-    """The "text" of every line of a JSONL file, or a plain text file as one document.
+    """The "text" of every line of a JSONL file or item of a JSON array, or a plain text file as one document.
 
-    A file is JSONL if its first non-blank line is a JSON object. The folder of the package's text has several
-    documents. Raises UsageError with the line number.
+    The folder of the package's text has several documents. Raises UsageError with the line or item.
     """
     if Path(path) == sample_text.FOLDER:
         return sample_text.documents()
+    _check_form(Path(path))
     try:
         whole = texts.read(path)
     except UnicodeDecodeError as error:
@@ -250,29 +253,20 @@ def read_documents(path: str | Path) -> list[str]:
         raise UsageError(f"cannot read calibration text {path}: {error.strerror}") from error
     if "\0" in whole:
         raise UsageError(f"calibration text {path} is not text: it holds zero bytes")
-    lines = texts.lines(whole)
-    if not lines or not isinstance(texts.parsed(lines[0][1]), dict):
-        return [whole]
-    documents = []
-    for number, line in lines:
-        text = texts.text_of(texts.parsed(line), "text")
-        if text is None:
-            raise UsageError(f'calibration text {path} line {number}: not a JSON object with a "text" in Unicode')
-        documents.append(text)
-    return documents
+    found = texts.documents(whole, f"calibration text {path}")
+    return [whole] if found is None else found
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory. Raises ResourceError if there is none."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ResourceError(f"{path} is missing: calibration text needs the model's tokenizer")
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_buffer(path.read_bytes())
-    except Exception as error:  # tokenizers raises plain Exception
-        raise ResourceError(f"{path} is not a tokenizer: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+def _check_form(path: Path) -> None:
+    """Raise UsageError for forms of data sets that are not read, naming the one that is."""
+    form = None
+    if path.is_dir():
+        form = "a folder of the datasets library" if (path / "dataset_info.json").exists() else "a folder"
+    elif path.is_file():
+        with path.open("rb") as file:
+            form = _FORMS.get(file.read(4)[:4])
+    if form is not None:
+        raise UsageError(
+            f"calibration text {path} is {form}: give plain text, or JSON lines with a "
+            '"text", as Dataset.to_json writes them'
+        )

@@ -47,6 +47,35 @@ def parsed(line: str) -> Any:
         return None
 
 
+def documents(text: str, name: str) -> list[str] | None:
+    """The texts of JSON lines, or of one JSON array, of objects with a "text"; None if `text` is not JSON.
+
+    It is JSON if its first line is a JSON object, or all of it is one object or array, or the file `name` says so by
+    its ending. Items of an array may be texts. Raises UsageError naming the line or item that has no text.
+    """
+    numbered = lines(text)
+    if not numbered:
+        return None
+    if isinstance(parsed(numbered[0][1]), dict):
+        return [_text(parsed(line), f"{name} line {number}") for number, line in numbered]
+    whole = parsed(text) if text.lstrip()[0] in "[{" else None
+    if isinstance(whole, list) and whole:
+        items = ({"text": item} if isinstance(item, str) else item for item in whole)
+        return [_text(item, f"{name} item {number}") for number, item in enumerate(items, start=1)]
+    if isinstance(whole, dict):
+        return [_text(whole, name)]
+    if whole == [] or name.lower().endswith((".json", ".jsonl", ".ndjson")):
+        raise UsageError(f'{name} line {numbered[0][0]}: not a JSON object with a "text" in Unicode')
+    return None
+
+
+def _text(value: Any, place: str) -> str:
+    text = text_of(value, "text")
+    if text is None:
+        raise UsageError(f'{place}: not a JSON object with a "text" in Unicode')
+    return text
+
+
 def text_of(value: Any, *names: str) -> str | None:
     """The first of these entries of an object that is not empty, else the last; None if it is not text.
 
@@ -59,6 +88,11 @@ def text_of(value: Any, *names: str) -> str | None:
         return chosen if isinstance(chosen, str) and chosen.encode() is not None else None
     except UnicodeEncodeError:
         return None
+
+
+def started(ids: list[int], begin: int) -> list[int]:
+    """The tokens of a text after the token `begin`, which the text itself may have written out."""
+    return ids if ids[:1] == [begin] else [begin, *ids]
 
 
 def encoded(tokenizer: Tokenizer, texts: Sequence[str], name: str) -> Iterator[list[int]]:

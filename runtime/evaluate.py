@@ -19,7 +19,7 @@ from qcompile import texts
 from qcompile.errors import OverflowedError, UnsupportedError, UsageError
 from qcompile.runtime.sampling.arrays import DoubleArray, FloatArray
 from qcompile.runtime.step import StepExecutor
-from qcompile.texts import encoded
+from qcompile.texts import encoded, started
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -54,18 +54,15 @@ class Evaluation:
 
 
 def read_documents(path: str | Path) -> list[str]:
-    """The "text" of every line of a JSONL file. Raises UsageError naming the faulty line."""
+    """The "text" of every line of a JSONL file or item of a JSON array. Raises UsageError naming the faulty one."""
     try:
         whole = texts.read(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    documents: list[str] = []
-    for number, line in texts.lines(whole):
-        text = texts.text_of(texts.parsed(line), "text")
-        if text is None:
-            raise UsageError(f'{path} line {number}: not a JSON object with a "text" in Unicode')
-        documents.append(text)
-    return documents
+    found = texts.documents(whole, str(path))
+    if found is None and whole.strip():
+        raise UsageError(f'{path} line {texts.lines(whole)[0][0]}: not a JSON object with a "text" in Unicode')
+    return found or []
 
 
 def token_stream(tokenizer: Tokenizer, documents: Sequence[str], bos: int, most: int | None = None) -> list[int]:
@@ -78,7 +75,7 @@ def token_stream(tokenizer: Tokenizer, documents: Sequence[str], bos: int, most:
             raise UsageError(f"document {number} is not text in Unicode")
     stream: list[int] = []
     for ids in encoded(tokenizer, documents, "the text"):
-        stream += [bos, *ids]
+        stream += started(ids, bos)
         if most is not None and len(stream) >= most:
             break
     return stream

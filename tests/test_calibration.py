@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qcompile import sample_text
-from qcompile.calibration import Calibration, CalibrationSource, load_tokenizer, open_source, read
+from qcompile.calibration import Calibration, CalibrationSource, open_source, read
+from qcompile.checkpoints.tokenizer_files import load_tokenizer
 from qcompile.errors import ResourceError, UsageError
 from tests.conftest import SAMPLE
 from tests.support.graphs import decoder
@@ -61,6 +62,41 @@ def test_samples_are_windows_of_the_joined_documents(text: Path) -> None:
     assert not torch.equal(sample(text, seed=1).tokens, found.tokens)
 
 
+def test_an_array_holds_the_same_documents(text: Path) -> None:
+    """Read as plain text, its syntax would be in the samples; also on several lines, and under any name."""
+    plain = sample(text, samples=10**6).tokens
+    texts = [WORDS + str(i) for i in range(5)]
+    objects = [{"text": each} for each in texts]
+    for items in (json.dumps(objects), json.dumps(objects, indent=1), json.dumps(texts), " \n" + json.dumps(objects)):
+        text.write_text(items)
+        assert torch.equal(sample(text, samples=10**6).tokens, plain)
+    text.write_text(json.dumps(objects[0], indent=1))
+    assert sample(text, samples=10**6).tokens[0].tolist() == plain[0].tolist()
+
+
+def test_what_only_looks_like_json_is_plain_text(tmp_path: Path) -> None:
+    path = tmp_path / "calib.txt"
+    path.write_text("[1] " + WORDS)
+    assert sample(path).tokens.shape == (3, 32)
+    with pytest.raises(UsageError, match="line 1: not a JSON object"):
+        sample(path.rename(tmp_path / "calib.json"))
+
+
+def test_folders_of_data_sets_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder: give"):
+        sample(tmp_path)
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(UsageError, match="folder of the datasets library"):
+        sample(tmp_path)
+
+
+def test_documents_that_begin_with_the_first_token_get_no_second(text: Path) -> None:
+    plain = sample(text, samples=10**6).tokens
+    begin = TOKENIZER.id_to_token(0)
+    text.write_text("\n".join(json.dumps({"text": begin + WORDS + str(i)}) for i in range(5)))
+    assert torch.equal(sample(text, samples=10**6).tokens, plain)
+
+
 def test_plain_text_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "calib.txt"
     path.write_text(WORDS)
@@ -79,6 +115,9 @@ def test_plain_text_is_one_document(tmp_path: Path) -> None:
         (b"zero\0bytes", "holds zero bytes"),
         (b'{"text": "a"}\n{"body": "b"}\n', 'line 2: not a JSON object with a "text"'),
         (b'{"text": "a"}\nplain\n', "line 2: not a JSON object"),
+        (b'[{"text": "a"}, {"body": "b"}]', 'item 2: not a JSON object with a "text"'),
+        (b'{\n"body": "b"\n}', 'not a JSON object with a "text"'),
+        (b"PAR1\x15\x04", "is a Parquet file: give plain text, or JSON lines"),
     ],
 )
 def test_refused_with_the_reason(tmp_path: Path, content: bytes, message: str) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qcompile.checkpoints.adapter_files import CONFIG, PICKLE, TENSORS, check_model
 from qcompile.checkpoints.checkpoint import Checkpoint, Entry, read_header, read_json, require_finite
-from qcompile.checkpoints.hub import name_of
+from qcompile.checkpoints.model_names import name_of
 from qcompile.errors import UnsupportedError, UsageError
 
 PREFIX = "base_model.model."

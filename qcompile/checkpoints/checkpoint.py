@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qcompile.artifact.plain_files import NotPlainError, open_plain, read_plain
+from qcompile.checkpoints.weight_files import check_weights
 from qcompile.errors import UnsupportedError, UsageError, shown
 
 MAX_HEADER_BYTES = 100_000_000
@@ -39,7 +40,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -157,11 +157,7 @@ def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     paths = sorted(directory.glob("*.safetensors"))
     if len(paths) == 1 and paths[0].is_file():
         return paths, None
-    pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
-    if pickles:
-        raise UnsupportedError(
-            f"{directory} has only pickled weights ({pickles[0]}), which are never loaded; save it as safetensors"
-        )
+    check_weights(directory)
     raise UsageError(f"{directory} has no {SINGLE} and no {INDEX}")
 
 

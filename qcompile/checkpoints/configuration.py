@@ -11,6 +11,7 @@ from typing import Any
 
 from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints.checkpoint import read_json
+from qcompile.checkpoints.contents import check_checkpoint
 from qcompile.checkpoints.sizes import check_sizes
 from qcompile.checkpoints.stored import formats
 from qcompile.errors import UnsupportedError, UsageError, shown
@@ -36,6 +37,7 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
     """The checkpoint's transformers configuration, refused if it is not of a decoder or a model with one inside."""
     if (directory / MANIFEST).exists() and not (directory / "config.json").exists():
         raise UsageError(f"{directory} is an artifact, built already: give the folder of a model")
+    check_checkpoint(directory)
     raw = read_json(directory / "config.json")
     kind = raw.get("model_type")
     if not isinstance(kind, str):

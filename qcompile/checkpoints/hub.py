@@ -6,15 +6,16 @@ huggingface_hub does the transfers, resumes them, and reads HF_HOME, HF_TOKEN, H
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from qcompile.checkpoints.gguf.files import is_file as is_gguf
+from qcompile.checkpoints.tokenizer_sources import PATTERNS
 from qcompile.errors import QCompileError, ResourceError, UsageError
 
 Progress = Callable[[str, int, int], None]
-SMALL_PATTERNS = ["*.json", "tokenizer.model", "chat_template.jinja"]
+SMALL_PATTERNS = ["*.json", *PATTERNS, "chat_template.jinja"]
 HUB_PATTERNS = [*SMALL_PATTERNS, "*.safetensors"]
 IGNORED = ["*/*", "consolidated*.safetensors"]
 """The same weights in other layouts, and files of other programs."""
@@ -26,23 +27,11 @@ def is_name(model: str) -> bool:
 
 
 def check(model: str | Path) -> None:
-    """Raise UsageError unless `model` is a directory, or may be a name on the hub."""
+    """Raise UsageError unless `model` is a directory or a GGUF file, or may be a name on the hub."""
     if not str(model):
         raise UsageError("the model's name is empty: give a checkpoint directory, or a name on the model hub")
-    if not (Path(model).is_dir() or is_name(str(model))):
+    if not (Path(model).is_dir() or is_gguf(model) or is_name(str(model))):
         raise UsageError(f"{model} is not a checkpoint directory")
-
-
-def name_of(directory: Path) -> str:
-    """The name of a checkpoint's model: its folder's name, with bytes that are not text replaced.
-
-    A model from the hub, `models--NAME--MODEL/snapshots/COMMIT`, has its name there: `NAME/MODEL`.
-    """
-    folder = directory.resolve()
-    parts = folder.parent.parent.name.split("--")
-    if folder.parent.name == "snapshots" and len(parts) == 3 and parts[0] == "models":
-        return "/".join(parts[1:])
-    return os.fsencode(folder.name).decode("utf-8", "replace")
 
 
 def find(
@@ -56,6 +45,7 @@ def find(
 ) -> Path:
     """The local directory of `model`: itself if it is one, else fetched from the hub (safetensors only).
 
+    That of a GGUF file is in the user's cache.
     `revision` is a branch, tag or commit on the hub, and `token` an access token. Without `weights` no weight file is
     fetched. Raises UsageError (unknown, forbidden, or not reachable), ResourceError (the disk is full).
     """
@@ -65,6 +55,12 @@ def find(
         if revision is not None:
             raise UsageError(f"--revision {revision}: {model} is a directory, and revisions are those of the hub")
         return path
+    if is_gguf(path):
+        if revision is not None:
+            raise UsageError(f"--revision {revision}: {model} is a file, and revisions are those of the hub")
+        from qcompile.checkpoints.gguf.folder import folder_of
+
+        return folder_of(path)
     import huggingface_hub
 
     wanted: dict[str, Any] = {

@@ -34,8 +34,9 @@ from qcompile.checkpoints.branches import Branches, Condition, trace_all
 from qcompile.checkpoints.checkpoint import Checkpoint, read_json
 from qcompile.checkpoints.configuration import auto_class, context_length, cut, read_config, text_config
 from qcompile.checkpoints.expert_loops import ExpertLoops
-from qcompile.checkpoints.hub import find, name_of
+from qcompile.checkpoints.hub import find
 from qcompile.checkpoints.loaders import Loader
+from qcompile.checkpoints.model_names import name_of
 from qcompile.checkpoints.programs import count_parameters, import_program, weights_read
 from qcompile.checkpoints.stored import formats
 from qcompile.checkpoints.token_loops import TokenLoops, recorded

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qcompile import user_cache
+from qcompile.checkpoints.tokenizer_sources import PATTERNS
 from qcompile.clock import Progress
 from qcompile.errors import UsageError
 
-READ = ("*.json", "*.safetensors", "*.py", "tokenizer.model", "chat_template.jinja")
+READ = ("*.json", "*.safetensors", "*.py", "*.gguf", *PATTERNS, "chat_template.jinja")
 """Files that a build may read, by pattern."""
 _CHUNK = 1 << 22
 _SETTLED = 2_000_000_000

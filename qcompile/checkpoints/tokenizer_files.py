@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qcompile.artifact.layout import CONFIG_FILE
 from qcompile.checkpoints.checkpoint import read_json
 from qcompile.checkpoints.hub import find
+from qcompile.checkpoints.tokenizer_sources import OWN, source_of
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -19,29 +23,32 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
+_CONVERTERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "tokenizer.model": (("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")),
+    "tiktoken.model": (("tiktoken", "tiktoken"),),
+}
+"""Packages and their modules that transformers needs to read a file."""
+_INSTALL = {
+    "sentencepiece": "pip install 'qcompile[sentencepiece]'",
+    "protobuf": "pip install 'qcompile[sentencepiece]'",
+    "tiktoken": "pip install tiktoken",
+}
 
 
 def tokenizer_files(model: str | Path) -> dict[str, bytes]:
     """The tokenizer of a checkpoint, by file name, as an artifact stores it; empty if there is none.
 
-    A checkpoint with only a SentencePiece model gets the tokenizer.json that transformers converts it to.
+    A checkpoint with a tokenizer in another form gets the tokenizer.json that transformers converts it to. Raises
+    UsageError, UnsupportedError (it cannot be converted), ResourceError (a package is missing for that).
     """
     directory = find(model)
     for name in TOKENIZER_FILES:
         if (directory / name).exists() and not (directory / name).is_file():
             raise UsageError(f"{directory / name} is no plain file")
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
-    if "tokenizer.json" not in files and (directory / "tokenizer.model").is_file():
-        _check_converters(directory / "tokenizer.model")
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        from transformers import AutoTokenizer
-
-        try:
-            backend = AutoTokenizer.from_pretrained(directory, local_files_only=True).backend_tokenizer
-        except Exception as error:  # the converters may raise anything
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UnsupportedError(f"{directory / 'tokenizer.model'} cannot be converted: {reason}") from error
-        files["tokenizer.json"] = backend.to_str(pretty=False).encode()
+    source = source_of(directory)
+    if source not in (None, OWN):
+        files[OWN] = _converted(directory, source)
     _check_tokenizer(directory, files)
     return files
 
@@ -52,6 +59,19 @@ def configuration_files(model: str | Path) -> dict[str, bytes]:
     return {CONFIG_FILE: path.read_bytes()} if path.is_file() else {}
 
 
+def load_tokenizer(model: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint, as its artifact has it. Raises ResourceError if there is none."""
+    content = tokenizer_files(model).get(OWN)
+    if content is None:
+        raise ResourceError(f"{find(model) / OWN} is missing: calibration text needs the model's tokenizer")
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_buffer(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def other_tokenizer(model: Any, draft: Any) -> bytes | None:
     """The tokenizer.json of `draft` if both are checkpoints with one and it differs from the model's; else None."""
     if not all(isinstance(source, (str, Path)) for source in (model, draft)):
@@ -60,17 +80,50 @@ def other_tokenizer(model: Any, draft: Any) -> bytes | None:
     return other if own is not None and other is not None and own != other else None
 
 
+def _converted(directory: Path, source: str) -> bytes:
+    """The tokenizer.json that transformers makes of the file `source` in `directory`."""
+    path = directory / source
+    _check_converters(path)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer
+
+    try:
+        backend = AutoTokenizer.from_pretrained(directory, local_files_only=True).backend_tokenizer
+        lost = _lost(path, backend)
+        content: bytes = backend.to_str(pretty=False).encode()
+    except Exception as error:  # the converters may raise anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
+        raise UnsupportedError(f"{path} cannot be converted: {reason}; save the tokenizer as {OWN}") from error
+    if lost is not None:
+        raise UnsupportedError(f"{path} cannot be converted: transformers {lost}; save the tokenizer as {OWN}")
+    return content
+
+
+def _lost(path: Path, backend: Any) -> str | None:
+    """What the converted tokenizer lacks of the file `path`; None for nothing. A converter may not know the file."""
+    if path.name == "vocab.json":
+        for token, number in read_json(path).items():
+            if backend.token_to_id(token) != number:
+                return f"gives token {token!r} the number {backend.token_to_id(token)}, and the file {number}"
+    size = backend.get_vocab_size()
+    if path.name == "tiktoken.model" and size < (stated := sum(1 for line in path.read_bytes().split(b"\n") if line)):
+        return f"finds {size} tokens, and the file has {stated}"
+    if path.name == "tekken.json":
+        stated = read_json(path).get("config", {}).get("default_vocab_size")
+        if size != stated:
+            return f"finds {size} tokens, and the file states {stated}"
+    return None
+
+
 def _check_converters(file: Path) -> None:
-    """Raise ResourceError if a package is missing that transformers needs to read a SentencePiece model."""
-    for package, module in (("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")):
+    """Raise ResourceError if a package is missing that transformers needs to read `file`."""
+    for package, module in _CONVERTERS.get(file.name, ()):
         try:
             installed = importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:
             installed = False
         if not installed:
-            raise ResourceError(
-                f"{file} needs the {package} package to be converted: pip install 'qcompile[sentencepiece]'"
-            )
+            raise ResourceError(f"{file} needs the {package} package to be converted: {_INSTALL[package]}")
 
 
 def _check_tokenizer(directory: Path, files: dict[str, bytes]) -> None:

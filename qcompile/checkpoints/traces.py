@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qcompile import user_cache
 from qcompile.checkpoints.checkpoint import Checkpoint
-from qcompile.checkpoints.hub import name_of
+from qcompile.checkpoints.model_names import name_of
 from qcompile.checkpoints.stored import formats
 from qcompile.errors import QCompileError, UsageError
 from qcompile.graph import Graph, WeightStore

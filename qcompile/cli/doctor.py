@@ -16,6 +16,7 @@ import typer
 
 from qcompile import targets
 from qcompile.checkpoints import hub
+from qcompile.checkpoints.weight_files import check_weights
 from qcompile.cli import console, refusals
 from qcompile.cli.options import Compilation, Hub, Json, Model, Remote, command
 from qcompile.errors import PassError, UnsupportedError
@@ -127,7 +128,8 @@ def examine(
     request: dict[str, Any] = {"target": target, "recipe": chosen}
     try:
         directory = hub.find(model, weights=False)
-        there = _has_weights(directory)  # a configuration is enough
+        if not (there := _has_weights(directory)):  # a configuration is enough
+            check_weights(directory)
         whole = there or chosen.rules or chosen.passes
         repeats = None if whole else depth.find(read_config(directory, **source), **source)
         source |= {"weights": there}
@@ -154,7 +156,7 @@ def _has_weights(directory: Path) -> bool:
         shards = jsons.loads((directory / _INDEX).read_bytes())["weight_map"].values()
         return all((directory / shard).exists() for shard in set(shards))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return any(directory.glob("*.safetensors"))
+        return any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.gguf"))
 
 
 def _facts(plan: CompilationPlan, kind: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -125,8 +126,12 @@ def _keeping(directory: Path) -> str | None:
 
 
 def count_weights(directory: Path) -> int:
-    """The number of weights of the checkpoint, which is also their bytes in 8 bits; 0 if it has no safetensors."""
-    return sum(_elements(file) for file in sorted(directory.glob("*.safetensors")))
+    """The number of weights of the checkpoint, which is also their bytes in 8 bits; 0 if it has no weight files."""
+    from qcompile.checkpoints.gguf.header import read_header
+
+    files = sorted(directory.glob("*.safetensors"))
+    tensors = (place for file in directory.glob("*.gguf") for place in read_header(file).tensors.values())
+    return sum(map(_elements, files)) or sum(math.prod(place.shape) for place in tensors)
 
 
 def _elements(file: Path) -> int:

@@ -15,8 +15,10 @@ from qcompile import __version__
 from qcompile.artifact import kept, reader
 from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints import hub
-from qcompile.checkpoints.adapter_files import check_model
+from qcompile.checkpoints.contents import check_form
+from qcompile.checkpoints.gguf.files import is_file as is_gguf
 from qcompile.checkpoints.identity import identity
+from qcompile.checkpoints.model_names import name_of
 from qcompile.cli import calibrating, console, machine, refusals
 from qcompile.cli.estimate import Estimate
 from qcompile.cli.options import Building, Loading, divided
@@ -187,15 +189,15 @@ def _checkpoint(given: str, building: Building) -> tuple[Path, str]:
     """The directory of the checkpoint `given`, which is fetched if it is on the hub, and its name."""
     path = Path(given)
     if path.is_dir():
-        check_model(path)
         if not (path / "config.json").is_file():
+            check_form(path)
             raise UsageError(f"{given} is neither an artifact (no {MANIFEST}) nor a checkpoint (no config.json)")
-    elif not hub.is_name(given):
+    elif not (is_gguf(path) or hub.is_name(given)):
         raise UsageError(f"{given}: no such artifact directory or checkpoint{', but a file' if path.is_file() else ''}")
     with console.Progress() as progress:
         remote, revision, token = building.allow_remote_code, building.revision, building.token
         directory = hub.find(given, remote, revision=revision, token=token, progress=progress)
-    return directory, hub.name_of(directory)
+    return directory, name_of(directory)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,9 @@ Source = Annotated[
         help="Checkpoint directory, name on the model hub, or artifact directory. A model is built when first used.",
     ),
 ]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a name on the model hub.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Checkpoint directory, GGUF file, or name on the model hub.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Remote = Annotated[bool, typer.Option("--allow-remote-code", help="Allow Python code of the checkpoint to run.")]
 Target = Annotated[

@@ -11,7 +11,7 @@ from qcompile import recipes, targets
 from qcompile.artifact.destination import check_replaceable
 from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints import hub
-from qcompile.checkpoints.adapter_files import check_model
+from qcompile.checkpoints.contents import check_checkpoint
 from qcompile.cli.pass_fields import pass_fields
 from qcompile.errors import UsageError, suggestion
 from qcompile.recipe_files.resolved import Resolved, resolve
@@ -45,10 +45,7 @@ def check_models(model: str, drafts: Sequence[str] = ()) -> None:
         hub.check(name)
         if (Path(name) / MANIFEST).is_file():
             raise UsageError(f"{name} is an artifact, built already: give the folder of a model")
-        check_model(Path(name))
-        configuration = Path(name) / "config.json"
-        if Path(name).is_dir() and not configuration.exists():
-            raise UsageError(f"{configuration} is missing: give a checkpoint directory")
+        check_checkpoint(Path(name))
 
 
 def check_output(output: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from qcompile.checkpoints import hub
+from qcompile.checkpoints.model_names import name_of
 from qcompile.cli import doctor, models
 from qcompile.cli.options import Building
 from qcompile.errors import ResourceError, UsageError
@@ -48,7 +49,7 @@ def test_what_a_build_needs_is_fetched_once(fake: FakeHub, tiny_checkpoint: Path
     assert fake.fetched() == WANTED == {path.name for path in folder.iterdir()}
     assert (folder / "model.safetensors").read_bytes() == (tiny_checkpoint / "model.safetensors").read_bytes()
     assert {stage for stage, _, _ in seen} == {"downloading"} and seen[-1][1] == seen[-1][2] > 1_000_000
-    assert hub.name_of(folder) == NAME
+    assert name_of(folder) == NAME
     fake.requests.clear()
     assert hub.find(NAME) == folder == hub.find(NAME, revision="v1") == hub.find(NAME, revision=COMMIT)
     assert fake.fetched() == set()

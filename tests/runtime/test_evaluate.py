@@ -126,7 +126,8 @@ def test_malformed_data(tmp_path: Path) -> None:
         ('{"text": "a"}\nnonsense\n', "line 2"),
         ('{"txt": "a"}\n', "line 1"),
         ('{"text": 3}\n', "line 1"),
-        ("[1]\n", "line 1"),
+        ("[1]\n", "item 1"),
+        ("plain\n", "line 1"),
         ('{"text": "a"}\n', r"window takes 1000: give more text or a smaller window \(--window\)$"),
         ("", "0 tokens.* give more text$"),
     ):

@@ -10,6 +10,7 @@ the power of two that the recipe chooses for the group.
 - `mxfp4` (gpt-oss): NAME_blocks uint8 [experts, outputs, groups, 16], the earlier of two inputs in the low half, and
   NAME_scales, E8M0 [experts, outputs, groups]; together NAME [experts, inputs, outputs].
 - `awq`, `gptq` and `compressed-tensors`: see awq.py, gptq.py and compressed.py.
+- `gguf`: the folder of a GGUF file, see checkpoints/gguf.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 
 from qcompile.checkpoints.checkpoint import Checkpoint, StoredCheckpoint, read_json
+from qcompile.checkpoints.gguf.files import METHOD
+from qcompile.checkpoints.gguf.tensors import GgufCheckpoint
 from qcompile.checkpoints.stored.awq import awq
 from qcompile.checkpoints.stored.compressed import compressed_tensors
 from qcompile.checkpoints.stored.gptq import gptq
@@ -40,6 +43,8 @@ GROUP = 32
 def open_checkpoint(directory: Path) -> Checkpoint:
     """The checkpoint in `directory`, stored as its configuration says."""
     quantization = read_json(directory / "config.json").get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
+        return GgufCheckpoint(directory)
     if quantization is not None:
         find = reader(quantization)
         stored = StoredCheckpoint(directory)
@@ -159,4 +164,5 @@ _READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "awq": awq,
     "gptq": gptq,
     "compressed-tensors": compressed_tensors,
+    METHOD: lambda quantization: lambda checkpoint: None,
 }

@@ -3,7 +3,8 @@
 NAME.qweight int32 [inputs * bits / 32, outputs] has earlier inputs in lower bits. NAME.qzeros int32
 [groups, outputs * bits / 32] has earlier outputs in lower bits, and each zero point less one. NAME.scales is
 [groups, outputs], and NAME.g_idx int32 [inputs] is the group of each input. In "gptq_v2" (ModelCloud/GPTQModel,
-gptqmodel/utils/model.py) zero points are stored as they are.
+gptqmodel/utils/model.py) zero points are stored as they are. Where the configuration says `sym`, all zero points are
+2^(bits - 1): files that store them in the way of the other version were published, and mean what `sym` says.
 """
 
 from __future__ import annotations
@@ -37,13 +38,20 @@ from qcompile.errors import UsageError
 class GptqScheme:
     """How a checkpoint stores its weights: `size` inputs in a group (-1: all), and whether zero points are `less_one`.
 
-    `ordered` is the configuration's desc_act: whether groups may be in any order, None if it does not say.
+    `ordered` is the configuration's desc_act: whether groups may be in any order, None if it does not say. With
+    `symmetric` (its `sym`) all zero points are in the middle of the codes.
     """
 
     bits: int
     size: int
     less_one: bool
     ordered: bool | None
+    symmetric: bool = False
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric weights."""
+        return int(2 ** (self.bits - 1))
 
     def group(self, inputs: int) -> int:
         """Inputs in a group of a weight with `inputs` inputs."""
@@ -58,9 +66,11 @@ def gptq(quantization: dict[str, Any]) -> Find:
     version = one_of("gptq", "checkpoint_format", version, ("gptq", "gptq_v2"))
     one_of("gptq", "is_marlin_format", bool(get("is_marlin_format")), (False,))
     ordered = one_of("gptq", "desc_act", get("desc_act"), (True, False, None))
+    symmetric = one_of("gptq", "sym", get("sym"), (True, False, None))
     require_uniform("gptq", quantization)
     size = group_size("gptq", get("group_size"))
-    return functools.partial(_find_gptq, scheme=GptqScheme(bits, size, version == "gptq", ordered))
+    scheme = GptqScheme(bits, size, version == "gptq", ordered, bool(symmetric))
+    return functools.partial(_find_gptq, scheme=scheme)
 
 
 def _find_gptq(checkpoint: StoredCheckpoint, scheme: GptqScheme) -> None:
@@ -89,8 +99,8 @@ def from_gptq(
 
     `words` int32 [inputs * bits / 32, outputs], `zeros` int32 [groups, outputs * bits / 32], `scales` [groups, outputs]
     and `index` int32 [inputs]. Raises UsageError for values that programs read differently: a zero point of 0 that is
-    stored less one (the subtraction borrows from the neighbour, or gives 0 or 2^bits), and groups in an order that the
-    configuration denies.
+    stored less one (the subtraction borrows from the neighbour, or gives 0 or 2^bits), groups in an order that the
+    configuration denies, and zero points of symmetric weights that no version stores.
     """
     bits, (count, outputs) = scheme.bits, scales.shape
     inputs = len(words) * WORD // bits
@@ -98,11 +108,27 @@ def from_gptq(
     groups = size if index is None else groups_of(f"{name}.g_idx", index, size, count)
     if scheme.ordered is False and isinstance(groups, Tensor):
         raise UsageError(f"tensor {name}.g_idx has its inputs' groups in another order, and desc_act is false")
-    zero = unpack(zeros, shifts(bits), 1)[:, :outputs]
-    if scheme.less_one and bool((zero == 2**bits - 1).any()):
-        raise UsageError(f"tensor {name}.qzeros holds zero points less one below 0, which programs read differently")
+    zero = _zeros(name, scheme, unpack(zeros, shifts(bits), 1)[:, :outputs])
 
     def codes(band: slice) -> Tensor:
         return unpack(words[:, band], shifts(bits), 0).T
 
-    return dequantize(inputs, codes, scales.T, (zero + scheme.less_one).T, groups)
+    return dequantize(inputs, codes, scales.T, zero if isinstance(zero, int) else zero.T, groups)
+
+
+def _zeros(name: str, scheme: GptqScheme, stored: Tensor) -> Tensor | int:
+    """The zero points that NAME.qzeros, unpacked to `stored`, stands for; one number if all are the same by the scheme.
+
+    Programs that add one to zero points and programs that take symmetric weights to have the middle both exist, so
+    symmetric weights are only read if what is stored is the middle, or the middle less one.
+    """
+    if scheme.symmetric:
+        if not any(bool((stored == wanted).all()) for wanted in (scheme.middle - 1, scheme.middle)):
+            raise UsageError(
+                f"tensor {name}.qzeros holds zero points {int(stored.min())} to {int(stored.max())}, and sym is true, "
+                f"which means {scheme.middle} everywhere: correct sym in the quantization_config"
+            )
+        return scheme.middle
+    if scheme.less_one and bool((stored == 2**scheme.bits - 1).any()):
+        raise UsageError(f"tensor {name}.qzeros holds zero points less one below 0, which programs read differently")
+    return stored + scheme.less_one

@@ -20,7 +20,7 @@ from qcompile.cli import doctor
 from qcompile.errors import QCompileError, UnsupportedError, UsageError
 from qcompile.formats import rounding
 from qcompile.formats.registry import weight_format
-from tests.checkpoints.stored.test_formats import Tensors, rewritten, same_weights, saved
+from tests.checkpoints.stored.test_formats import Tensors, rewritten, saved
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -88,27 +88,37 @@ def written(
     return stored, plain, settings
 
 
-def awq(tensors: Tensors, size: int = 32) -> Written:
+def awq(tensors: Tensors, size: int = 32, symmetric: bool = False) -> Written:
     def parts(value: Tensor) -> tuple[Tensors, Tensor]:
-        w = rounded(value, size, 4)
+        w = rounded(value, size, 4, zero=8 if symmetric else None)
         zeros = packed(w.zeros.T, 4, AWQ_ORDER)
         return {"qweight": packed(w.codes.T, 4, AWQ_ORDER), "qzeros": zeros, "scales": w.scales.T}, w.value
 
-    settings = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
-    return written(tensors, parts, "", settings)
+    settings = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": not symmetric}
+    return written(tensors, parts, "", settings | {"version": "gemm"})
 
 
 def gptq(
-    tensors: Tensors, size: int = 32, bits: int = 4, order: bool = False, v2: bool = False, index: bool = True
+    tensors: Tensors,
+    size: int = 32,
+    bits: int = 4,
+    order: bool = False,
+    v2: bool = False,
+    index: bool = True,
+    symmetric: bool = False,
+    less_one: bool | None = None,
 ) -> Written:
+    """`less_one` is whether zero points are stored so; by default as the version (`v2` or not) has it."""
+    less_one = not v2 if less_one is None else less_one
+
     def parts(value: Tensor) -> tuple[Tensors, Tensor]:
-        w = rounded(value, size, bits, order)
-        zeros = packed((w.zeros if v2 else w.zeros - 1).T, bits)
+        w = rounded(value, size, bits, order, 2 ** (bits - 1) if symmetric else None)
+        zeros = packed((w.zeros - int(less_one)).T, bits)
         made = {"qweight": packed(w.codes, bits).T, "qzeros": zeros, "scales": w.scales.T}
         return made | ({"g_idx": w.index} if index else {}), w.value
 
     version = {"checkpoint_format": "gptq_v2"} if v2 else {}
-    settings = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": order, "sym": False}
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": order, "sym": symmetric}
     return written(tensors, parts, "", settings | version)
 
 
@@ -199,6 +209,11 @@ WAYS: dict[str, tuple[str, Way]] = {
     "gptq, 8 bits and a short last group": ("llama", lambda t: gptq(t, 20, bits=8)),
     "gptq, one group and no index": ("llama", lambda t: gptq(t, -1, index=False)),
     "gptq_v2, in order of activations": ("llama", lambda t: gptq(t, 16, order=True, v2=True)),
+    "gptq, symmetric": ("llama", lambda t: gptq(t, symmetric=True)),
+    "gptq, symmetric, zeros as v2 stores them": ("llama", lambda t: gptq(t, symmetric=True, less_one=False)),
+    "gptq of 8 bits, the same": ("llama", lambda t: gptq(t, bits=8, symmetric=True, less_one=False)),
+    "gptq_v2, symmetric, zeros as v1 stores them": ("llama", lambda t: gptq(t, v2=True, symmetric=True, less_one=True)),
+    "awq, symmetric": ("llama", lambda t: awq(t, symmetric=True)),
     "packed": ("llama", compressed),
     "packed, zeros, in order of activations": ("qwen2", lambda t: compressed(t, 24, symmetric=False, order=True)),
     "packed, an index that says nothing": ("llama", lambda t: compressed(t, unsaid=True)),
@@ -230,7 +245,10 @@ def both(models: dict[str, tuple[Path, Tensors]], path: Path, kind: str, way: Wa
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_numbers(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, way: str) -> None:
-    same_weights(*both(models, tmp_path, *WAYS[way]))
+    stored, plain = (formats.open_checkpoint(path) for path in both(models, tmp_path, *WAYS[way]))
+    assert set(stored) == set(plain)
+    for name in plain:
+        assert torch.equal(stored.load(name), plain.load(name)), name
 
 
 @pytest.mark.parametrize(
@@ -361,7 +379,8 @@ REFUSED: dict[str, tuple[Way, Change, type[QCompileError], str]] = {
     "another awq": (awq, say(version="GEMV"), NO, "awq weights with version gemv are not read, only gemm"),
     "awq that is no text": (awq, say(version=[1]), NO, r"version \[1\]"),
     "awq of llm-awq": (awq, say(backend="llm-awq"), NO, "backend llm-awq"),
-    "awq without zeros": (awq, say(zero_point=False), NO, "zero_point False"),
+    "awq of an unknown zero": (awq, say(zero_point="no"), NO, "zero_point no are not read, only True or False"),
+    "awq with zeros that it denies": (awq, say(zero_point=False), BAD, "qzeros holds zero points 1 to 15, and zero_"),
     "awq in no groups": (awq, say(group_size=0), BAD, "group_size of the checkpoint's awq weights is 0"),
     "awq in other groups": (awq, say(group_size=16), BAD, r"down_proj.qzeros is .*\[3, 8\]; .* \[6, 8\]"),
     "awq that lost its zeros": (awq, drop("qzeros"), BAD, f"{UP}.qzeros is missing"),
@@ -402,6 +421,14 @@ REFUSED: dict[str, tuple[Way, Change, type[QCompileError], str]] = {
     "gptq with an index below": (gptq, fill("g_idx", -1), BAD, f"{UP}.g_idx holds -1 to -1"),
     "gptq in an order it denies": (gptq, fill("g_idx", 1), BAD, f"{UP}.g_idx has .* desc_act is false"),
     "gptq with a zero of 0": (gptq, fill("qzeros", -1), BAD, f"{UP}.qzeros holds zero points less one below 0"),
+    "gptq with zeros that it denies": (gptq, say(sym=True), BAD, "qzeros holds zero points 0 to 14, and sym is true"),
+    "gptq with zeros of another middle": (
+        lambda t: gptq(t, symmetric=True),
+        fill("qzeros", 0),
+        BAD,
+        f"{UP}.qzeros holds zero points 0 to 0, and sym is true, which means 8 everywhere",
+    ),
+    "gptq of an unknown symmetry": (gptq, say(sym=1), NO, "sym 1 are not read"),
     "gptq scales that are none": (gptq, fill("scales", float("inf")), BAD, f"{UP}.weight holds NaN or inf"),
     "packed in 3 bits": (compressed, say_of_weights(num_bits=3), NO, "num_bits 3 are not read, only 4 or 8"),
     "packed floats": (compressed, say_of_weights(type="float"), NO, "type float"),
