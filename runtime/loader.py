@@ -72,7 +72,7 @@ class LoadedArtifact:
     manifest: Manifest
     weights: Arena
     pointers: Any
-    """ctypes array: the address of each tensor, in the order of manifest["runtime"]["weights"]."""
+    """ctypes array: the address of each tensor, in the order of manifest["runtime"]["weights"], or of the rank."""
     library: ctypes.CDLL
     drafts: tuple[DraftLibrary | None, ...]
     """For each of manifest["runtime"]["levels"]; None for a lookup."""
@@ -112,7 +112,10 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int 
     if runtime["abi"] != CPU_ABI:
         raise ArtifactError(f"{root}: library interface {runtime['abi']}, this qcompile has {CPU_ABI}; rebuild it")
     files: dict[str, dict[str, Any]] = manifest["files"]
-    places = _place_weights(runtime["weights"], files, root)
+    entries: list[dict[str, Any]] = runtime["weights"]
+    if ranks := runtime.get("ranks"):
+        entries = [entries[index] for index in ranks[rank]]
+    places = _place_weights(entries, files, root)
     size = sum(_rounded(files[name]["bytes"]) for name in places)
     if size > available_memory():
         raise ResourceError(f"{root}: weights take {size:,} bytes, {available_memory():,} are available")
@@ -126,12 +129,10 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int 
     destinations = {n: arena.view[at : at + files[n]["bytes"]] for n, at in places.items()}
     destinations |= {name: memoryview(content) for name, content in libraries.items()}
     _read_and_check(root, files, destinations)
-    addresses = [arena.address + places[entry["file"]] + entry["offset"] for entry in runtime["weights"]]
+    addresses = [arena.address + places[entry["file"]] + entry["offset"] for entry in entries]
     opened = {name: _open_library(content, files[name]) for name, content in libraries.items()}
-    if runtime.get("ranks"):
-        own = runtime["ranks"][rank]
-        _forget(arena, [addresses[i] for i in own], [runtime["weights"][i]["bytes"] for i in own])
-        addresses = [addresses[i] for i in own]
+    if ranks:
+        _forget(arena, addresses, [entry["bytes"] for entry in entries])
     drafts = (
         DraftLibrary(opened[level["library"]], _pointers([addresses[i] for i in level["weights"]]))
         if "library" in level

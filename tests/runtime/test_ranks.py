@@ -25,6 +25,7 @@ from qcompile.passes.base import run_passes
 from qcompile.passes.schedule import configure
 from qcompile.recipes import get_recipe
 from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory
+from qcompile.runtime.loader import Arena, _forget
 from tests.support.graphs import decoder, logits_whatever_the_step, sequence_inputs
 
 TWO = {"shard.ranks": "2"}
@@ -150,6 +151,15 @@ def test_weights_of_ranks_lie_in_the_artifact_and_are_not_exported(artifact: Pat
     second[0] = len(manifest["runtime"]["weights"])
     with pytest.raises(ArtifactError, match=r"runtime.ranks\[1\]\[0\] is not a whole number between 0 and"):
         check_manifest(manifest)
+
+
+def test_only_the_pages_of_own_weights_stay_in_memory() -> None:
+    page = 4096
+    arena = Arena(8 * page)
+    arena.view[:] = b"x" * (8 * page)
+    _forget(arena, [arena.address + 5 * page + 7, arena.address + 2 * page], [page, page])
+    kept = [bool(arena.view[at * page + 9]) for at in range(8)]
+    assert kept == [False, False, True, False, False, True, True, False]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
