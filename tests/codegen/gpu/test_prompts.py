@@ -169,7 +169,8 @@ def test_consumers_share_what_producers_unpack(format: str, more: dict[str, Any]
     wanted = {f"wgmma.mma_async.sync.aligned.m64n64k16.f32.{halves}.{halves}" for halves in (keys, "bf16")}
     assert set(found.matrix) == wanted
     assert found.threads == 384 and found.shared_bytes <= 227 * 1024
-    assert found.spill_bytes <= 600  # two of the three sums of 64 values a thread, which change once a split, and some
+    # Two of three sums of 64 values a thread, which change once a split; versions of Triton differ by a fifth.
+    assert found.spill_bytes <= 700
 
 
 def test_where_programs_are_not_warp_specialized() -> None:
