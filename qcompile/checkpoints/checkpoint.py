@@ -25,6 +25,8 @@ from qcompile.errors import UnsupportedError, UsageError, shown
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
+MAX_NAME_LETTERS = 512
+"""The longest name of a tensor that is read."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -99,6 +101,9 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     if not isinstance(header, dict):
         raise UsageError(f"{path} has a damaged header: not a JSON object")
     header.pop("__metadata__", None)
+    for name in header:
+        if len(name) > MAX_NAME_LETTERS:  # messages have the name
+            raise UsageError(f"{path} has a tensor {shown(name)} with a name of {len(name):,} letters")
     return header, 8 + length, size
 
 

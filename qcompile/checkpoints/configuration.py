@@ -75,6 +75,9 @@ def _check_types(path: Path, raw: Mapping[str, Any]) -> None:
     for name, part in raw.items():
         if name.endswith("_config") and part is not None and not isinstance(part, dict):
             raise UsageError(f"{path}: {name} must be an object, is {shown(part)}")
+        kind = part.get("model_type") if isinstance(part, dict) else None
+        if kind is not None and not isinstance(kind, str):
+            raise UsageError(f"{path}: {name}.model_type must be a name, is {shown(kind)}")
     for name in ("dtype", "torch_dtype"):
         stored = raw.get(name)
         parts = stored.values() if isinstance(stored, dict) else () if stored is None else (stored,)

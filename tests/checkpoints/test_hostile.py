@@ -42,6 +42,7 @@ def setting(**values: object) -> Spoil:
 
 
 HALF = b'{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+LONG = b'{"' + b"n" * 9_999 + b'":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
 CASES: dict[str, tuple[Spoil, int, str]] = {
     "pipe for a configuration": (pipe("config.json"), 2, "config.json is no plain file"),
     "folder for a configuration": (folder("config.json"), 2, "config.json is no plain file"),
@@ -52,6 +53,16 @@ CASES: dict[str, tuple[Spoil, int, str]] = {
         lambda model: (model / "model.safetensors").write_bytes(struct.pack("<Q", len(HALF)) + HALF),
         2,
         "damaged header",
+    ),
+    "a name of a book's length": (
+        lambda model: (model / "model.safetensors").write_bytes(struct.pack("<Q", len(LONG)) + LONG),
+        2,
+        "with a name of 9,999 letters",
+    ),
+    "a type of a text model that is none": (
+        setting(text_config={"model_type": ["llama"], "vocab_size": 9}),
+        2,
+        r"text_config\.model_type must be a name, is \['llama'\]",
     ),
     "an act that is none": (setting(hidden_act="zork"), 3, "there is no 'zork'"),
     "an epsilon that is none": (setting(rms_norm_eps=float("nan")), 2, "rms_norm_eps is nan"),
