@@ -20,6 +20,7 @@ from qcompile.artifact import swap
 from qcompile.artifact.packed_weights import PackedWeights
 from qcompile.artifact.reader import read_manifest
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
+from qcompile.formats.activations import F32
 from qcompile.formats.kv import kv_format
 from qcompile.ops.epilogues import gate
 from qcompile.ops.model import attend, key_offsets, visible, whole_keys
@@ -27,6 +28,9 @@ from qcompile.ops.step import HeadLayout, HeadTransform, transform_heads
 
 FORMATS = {"torch-mlir": "torch", "linalg": "linalg-on-tensors"}
 """Formats of `qcompile export`, with torch-mlir's names of the dialects."""
+
+WHOLE_CACHE = "kv32"
+"""The format of a KV cache that rounds nothing."""
 
 Cached = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [T, Hk, D] by layer, as attention reads them back."""
@@ -36,21 +40,31 @@ Cached = dict[int, tuple[Tensor, Tensor]]
 
 
 class Sequence(torch.nn.Module):
-    """The model of the artifact at `root`: token_ids int64 [T], a text from its start -> logits f32 [T, vocab].
+    """The model of an artifact: token_ids int64 [T], a text from its start -> logits f32 [T, vocab].
 
-    Raises UsageError or ArtifactError if there is no intact artifact, and UnsupportedError with the node for weights
-    that cannot be unpacked.
+    `artifact` is its path or its weights. Raises UsageError or ArtifactError if there is no intact artifact, and
+    UnsupportedError with the node for weights that cannot be unpacked.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, artifact: Path | PackedWeights) -> None:
         super().__init__()
-        weights = PackedWeights(root)
+        weights = artifact if isinstance(artifact, PackedWeights) else PackedWeights(artifact)
         self.graph = weights.graph
         self.leaves: dict[str, int] = {}
         for node in self.graph.nodes:
             if node.op == "call_function" and not self.graph.is_weight(node):
                 for source in filter(self.graph.is_weight, node.all_input_nodes):
                     self._keep(source, weights)
+
+    def unrounded(self) -> Sequence:
+        """The model with weights as they are, and with activations and cache in float32; changes this one."""
+        for node in self.graph.calls("quantize_activation", "norm_quantize", "hadamard_quantize"):
+            ops.set_operands(node, **{"dtype" if ops.has_operand(node, "dtype") else "kind": F32.name})
+        for node in self.graph.calls("kv_append", "rope_append"):
+            ops.set_operands(node, format=WHOLE_CACHE)
+        for node in self.graph.calls("kv_attention"):
+            ops.set_operands(node, bits=0)
+        return self
 
     def _keep(self, node: fx.Node, weights: PackedWeights) -> None:
         if node.name in self.leaves:

@@ -21,16 +21,23 @@ from qcompile.artifact import swap
 from qcompile.artifact.export import FORMATS as MLIR
 from qcompile.artifact.layout import CONFIG_FILE, disk_errors
 from qcompile.artifact.packed_weights import PackedWeights
+from qcompile.artifact.plain_files import read_plain
+from qcompile.artifact.reader import read_manifest
 from qcompile.checkpoints.checkpoint import INDEX, SINGLE, read_json
 from qcompile.checkpoints.configuration import read_config
 from qcompile.checkpoints.tokenizer_files import TOKENIZER_FILES
 from qcompile.errors import ResourceError, UnsupportedError, UsageError, suggestion
+from qcompile.exports.agreement import require_same
+from qcompile.exports.folded import neutral_numbers
 from qcompile.exports.origins import origins
 from qcompile.exports.parameters import Parameters
-from qcompile.exports.plan import LAYOUTS, ExportPlan, make_plan
+from qcompile.exports.plan import LAYOUTS, make_plan
 from qcompile.exports.tensors import Tensors
+from qcompile.graph import Graph, WeightStore
 
 SHARD_BYTES = 4 << 30
+RAISED = "graphs/model.json"
+"""The graph of the model before all passes that change it."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +61,14 @@ def write(root: Path, out: Path, format: str) -> Exported:
         raise UsageError(f"--format {format} is unknown; there are {', '.join(known)}{suggestion(format, known)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists: choose another directory for the checkpoint")
-    weights = PackedWeights(root)
+    weights, manifest = PackedWeights(root), read_manifest(root)
     if not (root / CONFIG_FILE).is_file():
         raise UnsupportedError(
             f"export: {root} keeps no {CONFIG_FILE}, as artifacts of modules and of earlier versions do not; "
             "build it again from a checkpoint"
         )
     parameters = Parameters(read_config((root / CONFIG_FILE).parent))
-    tensors = Tensors(weights, parameters.assigned(origins(weights.graph, weights.row_shapes)), parameters.shapes)
+    tensors = _tensors(weights, parameters)
     plan = make_plan(format, tensors, parameters)
     config = plan.configured(read_json(root / CONFIG_FILE))
     place = Path(os.path.realpath(out))
@@ -71,7 +78,14 @@ def write(root: Path, out: Path, format: str) -> Exported:
     try:
         with disk_errors(place):
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            _require_separate(folder, plan, parameters)
+            made = read_config(folder)
+            made.__dict__.pop("quantization_config", None)
+            if plan.untied and len(Parameters(made).alike(plan.untied)) > 1:
+                raise UnsupportedError(
+                    f"export: {plan.untied} is rounded, and this model always ties it to another tensor"
+                )
+            if tensors.changed:
+                require_same(weights, tensors, made, manifest["model"]["vocab_size"])
             for name in TOKENIZER_FILES:
                 if (root / name).is_file():
                     shutil.copyfile(root / name, folder / name)
@@ -84,10 +98,13 @@ def write(root: Path, out: Path, format: str) -> Exported:
     return Exported(size, len(plan.rounded), len(plan.floats), plan.notes)
 
 
-def _require_separate(folder: Path, plan: ExportPlan, parameters: Parameters) -> None:
-    """Raise UnsupportedError if a model of the written configuration would tie tensors that have become different."""
-    if plan.untied and len(Parameters(read_config(folder)).alike(plan.untied)) > 1:
-        raise UnsupportedError(f"export: {plan.untied} is rounded, and this model always ties it to another tensor")
+def _tensors(weights: PackedWeights, parameters: Parameters) -> Tensors:
+    """The tensors of the checkpoint, as far as the artifact holds them."""
+    model = Graph.from_json(read_plain(weights.root / RAISED).decode(), WeightStore())
+    folded = neutral_numbers(model)
+    rows = parameters.assigned(origins(weights.graph, weights.row_shapes), folded)
+    missing = [name for name in parameters.shapes if not any(other in rows for other in parameters.alike(name))]
+    return Tensors(weights, rows, parameters.shapes, {name: folded[name] for name in missing})
 
 
 def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:

@@ -2,14 +2,14 @@
 
 Passes write what they do to weights as operators, and the artifact's graph keeps these expressions. Operators that only
 place rows (joined projections, interleaved gates, slices) are run here on the numbers of rows instead of the rows. So
-every row of a packed weight says which row of which tensor it is. Operators that change values are refused.
+every row of a packed weight says which row of which tensor it is. Operators that change values keep a row's place.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -21,6 +21,8 @@ from qcompile.graph import Graph
 
 PLACING = ("concat_rows", "slice_rows", "interleave_rows", "zero_bias")
 """Operators on weights whose results hold rows of their operands, or zeros."""
+CHANGING = {"scale_axis": "w", "rotate": "w", "center": "w", "take_axis": "w", "mul": "a"}
+"""Operators that change the values of a weight, which then stands where it stood, and their operand."""
 ROUNDING = {"quantize_weight": "w", "quantize_mixed": "w", "upper_nibble": "weight"}
 """Operators that round a weight, and the operand that they round."""
 
@@ -29,13 +31,15 @@ ROUNDING = {"quantize_weight": "w", "quantize_mixed": "w", "upper_nibble": "weig
 class TensorRows:
     """Rows of a tensor: row `places[i]` of it is row `rows[i]` of the value of `node`, a packed weight; int64 [n].
 
-    `added` was added to the values of a vector.
+    `added` was added to the values of a vector. `changed`: passes have changed the values in other ways, together with
+    those of other weights, so that the model's function stays.
     """
 
     node: fx.Node
     rows: Tensor
     places: Tensor
     added: float = 0.0
+    changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,19 +53,21 @@ class Use:
 def origins(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[Use, list[TensorRows]]:
     """Where the rows of each weight are that the step `graph` of an artifact reads; `shapes` by name of node.
 
-    Raises UnsupportedError with the node for a weight whose values passes have changed.
+    Raises UnsupportedError with the node for a weight that is computed in another way.
     """
     found: dict[Use, list[TensorRows]] = defaultdict(list)
     starts = _starts(graph, shapes)
     names = [name for name, *_ in starts.values()]
     firsts = torch.tensor([first for _, first, _ in starts.values()])
     for node, table in _packed(graph):
-        numbers, added = _numbers(node, starts)
-        stored = torch.bucketize(numbers, firsts, right=True) - 1  # -1: rows of zeros
+        numbers = _numbers(node, starts)
+        stored = torch.bucketize(numbers.rows, firsts, right=True) - 1  # -1: rows of zeros
         for index in stored.unique().tolist():
             if index >= 0:
                 rows = (stored == index).nonzero().flatten()
-                found[Use(names[index], table)].append(TensorRows(node, rows, numbers[rows] - firsts[index], added))
+                places = numbers.rows[rows] - firsts[index]
+                part = TensorRows(node, rows, places, numbers.added, numbers.changed)
+                found[Use(names[index], table)].append(part)
     return found
 
 
@@ -91,28 +97,46 @@ def _starts(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[fx.Node
     return starts
 
 
-def _numbers(node: fx.Node, starts: dict[fx.Node, tuple[str, int, int]]) -> tuple[Tensor, float]:
-    """The numbers of the rows of the value of `node`, 0 for rows of zeros, and what was added to its values."""
-    kind = ops.name_of(node.target)
+@dataclass(frozen=True)
+class _Numbers:
+    """The numbers of the rows of a value, 0 for rows of zeros; `added` and `changed` as in TensorRows."""
+
+    rows: Tensor
+    added: float = 0.0
+    changed: bool = False
+
+
+def _numbers(node: fx.Node, starts: dict[fx.Node, tuple[str, int, int]]) -> _Numbers:
+    kind = ops.name_of(node.target) or ""
     if node.op == "get_attr":
         _, first, count = starts[node]
-        return torch.arange(first, first + count), 0.0
+        return _Numbers(torch.arange(first, first + count))
     if kind in ROUNDING:
         return _numbers(ops.operand(node, ROUNDING[kind]), starts)
     if kind == "shift":
-        numbers, added = _numbers(ops.operand(node, "x"), starts)
-        return numbers, added + float(ops.operand(node, "offset"))
+        inner = _numbers(ops.operand(node, "x"), starts)
+        return replace(inner, added=inner.added + float(ops.operand(node, "offset")))
+    if kind in CHANGING or kind == "add":
+        changed = ops.operand(node, CHANGING[kind]) if kind in CHANGING else _bias_of(node)
+        return replace(_numbers(changed, starts), changed=True)
     if kind not in PLACING:
         raise UnsupportedError(
-            f"export: node {node.name}: {kind} has changed a weight, and the checkpoint has no place for the result; "
+            f"export: node {node.name}: the checkpoint has no place for the result of {kind}; "
             f"build without the pass that wrote it (qcompile inspect --passes)"
         )
+    parts: list[_Numbers] = []
 
     def plain(source: fx.Node) -> Tensor:
-        numbers, added = _numbers(source, starts)
-        if added:
+        parts.append(_numbers(source, starts))
+        if parts[-1].added:
             raise UnsupportedError(f"export: node {node.name}: {kind} joins weights that a number was added to")
-        return numbers
+        return parts[-1].rows
 
     placed: Tensor = ops.reference(kind)(*fx.node.map_arg(node.args, plain))
-    return placed, 0.0
+    return _Numbers(placed, changed=any(part.changed for part in parts))
+
+
+def _bias_of(node: fx.Node) -> fx.Node:
+    """The bias in a sum of one and of what a linear makes of a constant input."""
+    terms: list[fx.Node] = [ops.operand(node, name) for name in ("a", "b")]
+    return next((term for term in terms if ops.name_of(term.target) != "matvec"), terms[0])

@@ -36,18 +36,20 @@ class Parameters:
         """The names of the tensor `name`, which is tied if there are several."""
         return [other for other, same in self._same.items() if same == self._same[name]]
 
-    def assigned(self, found: Mapping[Use, list[TensorRows]]) -> dict[str, list[TensorRows]]:
+    def assigned(
+        self, found: Mapping[Use, list[TensorRows]], neutral: Mapping[str, float]
+    ) -> dict[str, list[TensorRows]]:
         """The rows of each tensor of the checkpoint. A tied tensor that an artifact holds twice gets both names.
 
         Weights of other names are constants of the model's code. Raises UnsupportedError for a tensor that the artifact
-        does not hold, or not all of.
+        does not hold, or not all of, unless it is one of the `neutral` ones.
         """
         by_name: dict[str, list[TensorRows]] = {}
         for use, rows in found.items():
             if use.tensor in self.shapes:
                 by_name[self._name(use)] = rows
         for name, shape in self.shapes.items():
-            if not any(other in by_name for other in self.alike(name)):
+            if not any(other in by_name or other in neutral for other in self.alike(name)):
                 raise UnsupportedError(f"export: the artifact does not hold {name}, which the checkpoint needs")
             _require_whole(name, shape, by_name.get(name))
         return by_name

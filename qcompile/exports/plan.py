@@ -72,6 +72,8 @@ class ExportPlan:
                     yield f"{stem}.{suffix}", tensor
             elif name in floats:
                 yield name, _smallest(self.tensors.floats(name))
+        for name, number in self.tensors.neutral.items():
+            yield name, torch.full(self.tensors.shapes[name], number, dtype=torch.bfloat16)
 
 
 def make_plan(format: str, tensors: Tensors, parameters: Parameters) -> ExportPlan:

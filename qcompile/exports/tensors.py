@@ -17,14 +17,26 @@ from qcompile.formats.weight import Per, WeightFormat
 
 
 class Tensors:
-    """The tensors of a checkpoint by name: where their rows are (`rows`), and their shapes."""
+    """The tensors of a checkpoint by name: where their rows are (`rows`), and their shapes.
+
+    `neutral` are those that the artifact does not hold, and the number that all their elements have.
+    """
 
     def __init__(
-        self, weights: PackedWeights, rows: Mapping[str, list[TensorRows]], shapes: Mapping[str, tuple[int, ...]]
+        self,
+        weights: PackedWeights,
+        rows: Mapping[str, list[TensorRows]],
+        shapes: Mapping[str, tuple[int, ...]],
+        neutral: Mapping[str, float],
     ) -> None:
-        self.rows, self.shapes = rows, shapes
+        self.rows, self.shapes, self.neutral = rows, shapes, neutral
         self._weights = weights
         self._last: tuple[fx.Node, Parts | Tensor] | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether passes have changed values, other than by rounding them."""
+        return bool(self.neutral) or any(part.changed for rows in self.rows.values() for part in rows)
 
     def formats(self, name: str) -> set[WeightFormat]:
         """The formats in which rows of the tensor are rounded; none if all of them are floating-point numbers."""

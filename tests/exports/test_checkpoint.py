@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from qcompile import check, ops, pipeline
+from qcompile import check, pipeline
 from qcompile.artifact.export import Sequence
 from qcompile.artifact.layout import CONFIG_FILE
 from qcompile.artifact.packed_weights import PackedWeights
@@ -26,12 +26,12 @@ from qcompile.exports.layout import pack_words
 from qcompile.exports.origins import origins
 from qcompile.exports.parameters import Parameters
 from qcompile.exports.tensors import Tensors
-from qcompile.formats.activations import F32
 from tests.conftest import SAMPLE
 from tests.support.graphs import decoder
 
 ALIKE = 2e-5
 """Sums of float32 in another order; the weights are the same numbers."""
+numbers = Tensors._numbers
 UNCHANGED = {f"{name}.enabled": "false" for name in ("rotate", "fold_norms", "smooth_attention")}
 """Options that leave the values of weights to rounding alone."""
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]])
@@ -52,7 +52,11 @@ def save_model(path: Path, **other: Any) -> Path:
         "dtype": "bfloat16",
     }
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**settings | other)).to(torch.bfloat16).save_pretrained(path)
+    made = LlamaForCausalLM(LlamaConfig(**settings | other)).to(torch.bfloat16)
+    for name, value in made.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(value, 0.5, 1.5)
+    made.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(SAMPLE / name, path / name)
     return path
@@ -84,10 +88,7 @@ def built(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 def logits(artifact: Path) -> Tensor:
     """Logits [T, vocab] of an artifact's weights for IDS, without the rounding of activations."""
     with torch.no_grad():
-        sequence = Sequence(artifact)
-        for node in sequence.graph.calls("quantize_activation", "norm_quantize"):
-            ops.set_operands(node, **{"dtype" if ops.has_operand(node, "dtype") else "kind": F32.name})
-        return sequence(IDS[0])
+        return Sequence(artifact).unrounded()(IDS[0])
 
 
 def read_back(folder: Path) -> dict[str, Tensor]:
@@ -111,8 +112,8 @@ def by_transformers(folder: Path) -> Tensor:
 def tensors_of(artifact: Path) -> Tensors:
     """The tensors of the checkpoint in an artifact."""
     weights, parameters = PackedWeights(artifact), Parameters(read_config(artifact / "source"))
-    rows = parameters.assigned(origins(weights.graph, weights.row_shapes))
-    return Tensors(weights, rows, parameters.shapes)
+    rows = parameters.assigned(origins(weights.graph, weights.row_shapes), {})
+    return Tensors(weights, rows, parameters.shapes, {})
 
 
 def parts(artifact: Path) -> dict[str, list[Tensor]]:
@@ -168,13 +169,40 @@ def test_a_head_that_differs_is_no_longer_tied(built: Callable[..., Path], tmp_p
     assert "lm_head.weight" not in read_back(tmp_path / "b")
 
 
-@pytest.mark.parametrize("recipe", ["qserve", "nested", "mixllm"])
-def test_any_weights_are_written_as_floats(recipe: str, built: Callable[..., Path], tmp_path: Path) -> None:
-    artifact = built(recipe, options=UNCHANGED)
+FOLDED = {"fold_norms.enabled": "true", "rotate.enabled": "true", "smooth.enabled": "true"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("qserve", {}), ("nested", {}), ("mixllm", UNCHANGED), ("w8a8", FOLDED)]
+)
+def test_any_weights_are_written_as_floats(
+    recipe: str, options: dict[str, str], built: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Also where passes have changed them together: `qserve` rotates heads of values, FOLDED the residual stream."""
+    artifact = built(recipe, options=options)
     assert checkpoint.write(artifact, tmp_path / "out", "hf").rounded == 0
     with torch.no_grad():
         made = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(IDS).logits[0]
     assert check.max_relative_error(made, logits(artifact)) < ALIKE
+    norm = read_back(tmp_path / "out")["model.norm.weight"]
+    assert bool((norm == 1).all()) == (
+        ("fold_norms.enabled" in options and options is not UNCHANGED) or recipe == "qserve"
+    )
+
+
+def test_changed_weights_are_checked(
+    built: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change of weights whose function is not that of the checkpoint's operators is refused."""
+    artifact = built("w8a8", options=FOLDED)
+    checkpoint.write(artifact, tmp_path / "rounded", "compressed-tensors")
+    assert check.max_relative_error(by_transformers(tmp_path / "rounded"), logits(artifact)) < ALIKE
+    monkeypatch.setattr(Tensors, "_numbers", lambda self, piece, shape: 1.1 * numbers(self, piece, shape))
+    with pytest.raises(UnsupportedError, match=r"computes other logits \(by \d"):
+        checkpoint.write(artifact, tmp_path / "out", "hf")
+    with pytest.raises(UnsupportedError, match=r"node hadamard\w* rotates activations .* rotate.online=false"):
+        checkpoint.write(built("w4a4", options={"rotate.online": "true"}), tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_format_cannot_hold_is_named(built: Callable[..., Path], model: Path, tmp_path: Path) -> None:
@@ -188,9 +216,6 @@ def test_what_a_format_cannot_hold_is_named(built: Callable[..., Path], model: P
     odd = save_model(tmp_path / "odd", hidden_size=64, num_hidden_layers=1)
     with pytest.raises(UnsupportedError, match="has 64 inputs, and compressed-tensors holds multiples of 128"):
         checkpoint.write(built("w4a16", odd), out, "compressed-tensors")
-    rotated = built("w4a16", options={"fold_norms.enabled": "true"})
-    with pytest.raises(UnsupportedError, match="has changed a weight"):
-        checkpoint.write(rotated, out, "hf")
     pipeline.build(decoder(layers=1), tmp_path / "module", recipe="w8a8")
     with pytest.raises(UnsupportedError, match=CONFIG_FILE):
         checkpoint.write(tmp_path / "module", out, "hf")
