@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import subprocess
 from pathlib import Path
 
 import numpy as np
+
+from qcompile import user_cache
+from qcompile.codegen.cpu import compiler
 
 HERE = Path(__file__).resolve().parent
 TEMPLATES = HERE.parents[1] / "codegen" / "cpu" / "templates"
@@ -96,11 +100,18 @@ class AttentionArgs(ctypes.Structure):
 
 
 def compile_harness(isa: str, library: Path, name: str = "gemm_harness.cpp") -> None:
-    """Build the harness `name` for `isa` as `library`."""
+    """Build the harness `name` for `isa` as `library`; what was compiled before comes from the user's cache."""
     source = HERE / name
     level = "-O2" if isa in OPTIMIZED else "-Og"
     command = ["g++", level, *BASE_FLAGS, *ISAS[isa][0], f"-I{TEMPLATES}", str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
+    texts = [path.read_bytes() for path in (source, *sorted(TEMPLATES.glob("*.h")))]
+    key = hashlib.sha256(b"\0".join([*texts, " ".join(command[:-4]).encode(), compiler.version().encode()]))
+    cached = user_cache.cache_dir() / f"harness-{key.hexdigest()}.so"
+    if (kept := user_cache.recall(cached)) is None:
+        subprocess.run(command, check=True)
+        kept = library.read_bytes()
+        user_cache.remember(cached, kept)
+    library.write_bytes(kept)
 
 
 def open_harness(library: Path) -> ctypes.CDLL:
