@@ -22,13 +22,14 @@ SAMPLE = Path(__file__).parents[1] / "samples" / "pycode-1m"
 GOLDEN = Path(__file__).parent / "golden"
 KERNELS = Path(__file__).parents[1] / "codegen" / "cpu" / "templates"
 SLOWEST = """
-codegen/cpu/test_step runtime/speculation/test_speculation codegen/gpu/test_step codegen/gpu/test_prompts
-passes/raising/test_experts codegen/cpu/test_gemm passes/raising/test_families test_every_recipe
-passes/raising/test_raise codegen/gpu/test_penalties artifact/test_export test_variations codegen/cpu/test_hier_cache
-codegen/gpu/test_split_k checkpoints/test_own_models checkpoints/stored/test_groups runtime/engine/test_engine
-test_recipes codegen/test_recipes codegen/gpu/test_sample codegen/gpu/test_attention runtime/engine/test_batches
-cli/test_app test_calibrated_families codegen/gpu/test_speculation codegen/gpu/test_report checkpoints/test_families
-passes/test_exact codegen/gpu/test_gemm
+codegen/cpu/test_step codegen/cpu/test_gemm passes/test_exact cli/test_app passes/raising/test_families
+codegen/gpu/test_prompts test_every_recipe runtime/speculation/test_speculation passes/raising/test_experts
+test_variations codegen/gpu/test_step checkpoints/test_frontend checkpoints/stored/test_groups
+passes/raising/test_raise codegen/gpu/test_penalties checkpoints/test_multimodal artifact/test_export
+codegen/cpu/test_hier_cache codegen/gpu/test_sample test_calibrated_families codegen/gpu/test_split_k
+codegen/gpu/test_report checkpoints/test_modules checkpoints/test_own_models checkpoints/test_adapters
+runtime/engine/test_engine test_recipes codegen/test_recipes codegen/gpu/test_attention runtime/engine/test_batches
+codegen/gpu/test_speculation checkpoints/test_families codegen/gpu/test_gemm
 """
 """Files that take more than 20 s, the slowest first."""
 AS_BUILT = re.compile(
