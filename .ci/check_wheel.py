@@ -99,8 +99,7 @@ def extend(programs: Path, folder: Path) -> None:
         subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
 
     package = shutil.copytree(EXTENSION, folder / "extension")
-    install = (programs / "python", "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation")
-    run(*install, package)
+    run(programs / "python", "-m", "pip", "install", "-q", "--no-deps", package)
     run(programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", package / "tests")
     build = (programs / "qcompile", "build", MODEL, "-o")
     run(*build, "extended", "--recipe", "wide-ends", "--pass", "widen_narrow")

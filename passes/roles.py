@@ -16,7 +16,7 @@ from qcompile import ops
 from qcompile.graph import Graph
 from qcompile.passes.adapted_linears import CHOICES
 from qcompile.passes.assign_precision import head_linears, router_linears
-from qcompile.passes.dataflow import residual_streams
+from qcompile.passes.dataflow import WEIGHT_AXES, Stream, residual_streams, weighted
 
 LINEARS = ("linear", "expert_linear")
 MIXERS = ("attention", "linear_recurrence")
@@ -58,9 +58,8 @@ def weight_names(graph: Graph, node: fx.Node) -> tuple[str, ...]:
     while left:
         source = left.pop()
         if source.op == "get_attr":
-            name = str(source.target)
-            if len(graph.weights.entries[name].shape) > 1:
-                names[name] = None
+            if len(graph.weights.entries[str(source.target)].shape) > 1:
+                names[_stored(graph, str(source.target))] = None
         elif ops.name_of(source.target) not in CHOICES:
             fresh = [each for each in reversed(source.all_input_nodes) if each not in seen]
             left += fresh
@@ -68,12 +67,20 @@ def weight_names(graph: Graph, node: fx.Node) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _stored(graph: Graph, name: str) -> str:
+    """The name in the checkpoint of the weight `name`: raising adds `.T`, `.rows0` and the like to what it derives."""
+    parts = name.split(".")
+    longer = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((each for each in longer if each in graph.weights), name)
+
+
 class _Layers:
     """The mixers of a graph, and the layer of each linear."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.stream = {value for stream in residual_streams(graph) for value in stream.values}
+        streams = [stream for stream in residual_streams(graph) if _is_residual(graph, stream)]
+        self.stream = {value for stream in streams for value in stream.values}
         self.live = _live(graph)
 
     def of(self, node: fx.Node) -> int:
@@ -222,6 +229,11 @@ class _Roles:
         for node, _ in before:
             gates = plain and node not in plain
             self._add([node], f"{kind}gate" if gates else f"{kind}up")
+
+
+def _is_residual(graph: Graph, stream: Stream) -> bool:
+    """Whether blocks write `stream`, by linears; sums within a block have no linear or embedding among their terms."""
+    return any(ops.name_of(weighted(graph, writer).target) in WEIGHT_AXES for writer in stream.writers)
 
 
 def _live(graph: Graph) -> set[fx.Node]:

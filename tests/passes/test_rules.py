@@ -73,6 +73,24 @@ def test_recurrences_and_attention_are_layers() -> None:
     assert found["aq1"] == (1, "query") and found["o1"] == (1, "output")
 
 
+def test_sums_within_a_block_are_no_residual_stream() -> None:
+    graph = recurrent(layers=1, attention=False)
+    mixed = graph.calls("merge_heads")[0]
+    value = graph.calls("slice_features")[2]
+    with graph.fx.inserting_after(mixed):
+        skipped = graph.call("add", mixed, value)
+    mixed.replace_all_uses_with(skipped, delete_user_cb=lambda user: user is not skipped)
+    assert places(graph) == places(recurrent(layers=1, attention=False))
+
+
+def test_names_are_those_of_the_checkpoint() -> None:
+    graph = decoder()
+    node = next(node for node in graph.nodes if node.target == "down0")
+    graph.weights.add_tensor("down0.T.rows3", graph.weights["down0"])
+    node.target = "down0.T.rows3"
+    assert places(graph)["down0"] == (0, "down")
+
+
 def test_roles_around_a_latent() -> None:
     graph = latent(heads=8)
     found = places(graph)
