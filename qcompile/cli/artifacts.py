@@ -67,7 +67,7 @@ def export(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="A checkpoint: compressed-tensors, gptq, awq or hf. MLIR: linalg or torch-mlir.",
+            help="A checkpoint: compressed-tensors, gptq, awq, gguf or hf. MLIR: linalg, torch-mlir.",
         ),
     ] = "linalg",
     tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="Input tokens of MLIR.")] = 16,

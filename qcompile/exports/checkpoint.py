@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,58 +18,40 @@ from torch import Tensor
 
 from qcompile.artifact import swap
 from qcompile.artifact.export import FORMATS as MLIR
-from qcompile.artifact.layout import CONFIG_FILE, disk_errors
-from qcompile.artifact.packed_weights import PackedWeights
-from qcompile.artifact.plain_files import read_plain
-from qcompile.artifact.reader import read_manifest
-from qcompile.checkpoints.checkpoint import INDEX, SINGLE, read_json
+from qcompile.artifact.layout import disk_errors
+from qcompile.checkpoints.checkpoint import INDEX, SINGLE
 from qcompile.checkpoints.configuration import read_config
 from qcompile.checkpoints.tokenizer_files import TOKENIZER_FILES
 from qcompile.errors import ResourceError, UnsupportedError, UsageError, suggestion
+from qcompile.exports import gguf_model
 from qcompile.exports.agreement import require_same
-from qcompile.exports.folded import neutral_numbers
-from qcompile.exports.origins import origins
 from qcompile.exports.parameters import Parameters
-from qcompile.exports.plan import LAYOUTS, make_plan
-from qcompile.exports.tensors import Tensors
-from qcompile.graph import Graph, WeightStore
+from qcompile.exports.plan import LAYOUTS, Exported, make_plan
+from qcompile.exports.source import open_artifact
 
 SHARD_BYTES = 4 << 30
-RAISED = "graphs/model.json"
-"""The graph of the model before all passes that change it."""
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was written: bytes of the weights, numbers of rounded and other tensors, and what the reader should know."""
-
-    bytes: int
-    rounded: int
-    floats: int
-    notes: list[str]
+GGUF = "gguf"
 
 
 def write(root: Path, out: Path, format: str) -> Exported:
-    """Write the artifact at `root` as a checkpoint in `format`, one of plan.LAYOUTS, into the new folder `out`.
+    """Write the artifact at `root` as a checkpoint in `format`, GGUF or one of plan.LAYOUTS.
+
+    `out` is a new folder, or with GGUF a file.
 
     Raises UsageError or ArtifactError if there is no intact artifact, or `out` exists; UnsupportedError with the tensor
     for what the format cannot hold; ResourceError if the disk is full.
     """
-    if format not in LAYOUTS:
-        known = [*LAYOUTS, *MLIR]
+    if format not in (*LAYOUTS, GGUF):
+        known = [*LAYOUTS, GGUF, *MLIR]
         raise UsageError(f"--format {format} is unknown; there are {', '.join(known)}{suggestion(format, known)}")
+    if format == GGUF:
+        return gguf_model.write(open_artifact(root), out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists: choose another directory for the checkpoint")
-    weights, manifest = PackedWeights(root), read_manifest(root)
-    if not (root / CONFIG_FILE).is_file():
-        raise UnsupportedError(
-            f"export: {root} keeps no {CONFIG_FILE}, as artifacts of modules and of earlier versions do not; "
-            "build it again from a checkpoint"
-        )
-    parameters = Parameters(read_config((root / CONFIG_FILE).parent))
-    tensors = _tensors(weights, parameters)
-    plan = make_plan(format, tensors, parameters)
-    config = plan.configured(read_json(root / CONFIG_FILE))
+    source = open_artifact(root)
+    tensors = source.tensors
+    plan = make_plan(format, tensors, source.parameters)
+    config = plan.configured(source.config)
     place = Path(os.path.realpath(out))
     with disk_errors(place):
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +66,7 @@ def write(root: Path, out: Path, format: str) -> Exported:
                     f"export: {plan.untied} is rounded, and this model always ties it to another tensor"
                 )
             if tensors.changed:
-                require_same(weights, tensors, made, manifest["model"]["vocab_size"])
+                require_same(source.weights, tensors, made, source.model["vocab_size"])
             for name in TOKENIZER_FILES:
                 if (root / name).is_file():
                     shutil.copyfile(root / name, folder / name)
@@ -96,15 +77,6 @@ def write(root: Path, out: Path, format: str) -> Exported:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
     return Exported(size, len(plan.rounded), len(plan.floats), plan.notes)
-
-
-def _tensors(weights: PackedWeights, parameters: Parameters) -> Tensors:
-    """The tensors of the checkpoint, as far as the artifact holds them."""
-    model = Graph.from_json(read_plain(weights.root / RAISED).decode(), WeightStore())
-    folded = neutral_numbers(model)
-    rows = parameters.assigned(origins(weights.graph, weights.row_shapes), folded)
-    missing = [name for name in parameters.shapes if not any(other in rows for other in parameters.alike(name))]
-    return Tensors(weights, rows, parameters.shapes, {name: folded[name] for name in missing})
 
 
 def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:

@@ -33,6 +33,16 @@ ELSE = f"--format {FLOATS} writes it as floating-point numbers"
 
 
 @dataclass(frozen=True)
+class Exported:
+    """What was written: bytes of the weights, numbers of rounded and other tensors, and what the reader should know."""
+
+    bytes: int
+    rounded: int
+    floats: int
+    notes: list[str]
+
+
+@dataclass(frozen=True)
 class ExportPlan:
     """The tensors of a checkpoint: those in `rounded` are stored by `layout`, those in `floats` as numbers.
 
@@ -88,7 +98,7 @@ def make_plan(format: str, tensors: Tensors, parameters: Parameters) -> ExportPl
     if not kinds and format != FLOATS:
         raise UnsupportedError(f"export: no linear of this artifact is rounded; {ELSE}")
     layout = layouts[kinds.pop()] if kinds else None
-    tied = _tied(tensors, parameters)
+    tied = tied_names(tensors, parameters)
     floats = [name for name in tensors.rows if name not in rounded and name not in tied]
     ignored = [name.removesuffix(".weight") for name in floats if name in parameters.linears]
     untied = next((name for name in floats if len(set(parameters.alike(name)) & set(floats)) > 1), None)
@@ -109,7 +119,7 @@ def _check(
     held = ", ".join(kind.name for kind in layouts)
     mixed = [kind for kind in kinds if kind.marks_rows]
     if mixed:
-        raise UnsupportedError(f"export: {name}: {_rows_of(tensors, name)}; {format} holds one format a linear; {ELSE}")
+        raise UnsupportedError(f"export: {name}: {rows_of(tensors, name)}; {format} holds one format a linear; {ELSE}")
     if not kinds <= set(layouts):
         raise UnsupportedError(f"export: {name} is in {_names(kinds)}, and {format} holds {held}; {ELSE}")
     if name not in parameters.linears:
@@ -123,7 +133,7 @@ def _check(
             )
 
 
-def _rows_of(tensors: Tensors, name: str) -> str:
+def rows_of(tensors: Tensors, name: str) -> str:
     """Which rows of a tensor have 8 bits and which 4."""
     wide = tensors.parts(name)["wide"].nonzero().flatten().tolist()
     shown = ", ".join(map(str, wide[:MOST_ROWS])) + (", ..." if len(wide) > MOST_ROWS else "")
@@ -134,7 +144,7 @@ def _names(kinds: set[WeightFormat]) -> str:
     return " and ".join(sorted(kind.name for kind in kinds))
 
 
-def _tied(tensors: Tensors, parameters: Parameters) -> set[str]:
+def tied_names(tensors: Tensors, parameters: Parameters) -> set[str]:
     """Names of tensors with the same numbers as one that they are tied to, whose name comes first in the model."""
     tied: set[str] = set()
     for name in tensors.rows:

@@ -99,9 +99,13 @@ def read_back(folder: Path) -> dict[str, Tensor]:
 
 def by_transformers(folder: Path) -> Tensor:
     """Logits [T, vocab] of transformers' model with the numbers of a checkpoint, for IDS."""
+    return by_numbers(folder, read_back(folder))
+
+
+def by_numbers(folder: Path, tensors: dict[str, Tensor]) -> Tensor:
+    """Logits [T, vocab] of transformers' model of a folder's configuration with these tensors, for IDS."""
     config = LlamaConfig.from_pretrained(folder)
     config.__dict__.pop("quantization_config", None)
-    tensors = read_back(folder)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     found = plain.load_state_dict(tensors, strict=False)
     assert not found.unexpected_keys and set(found.missing_keys) <= {"lm_head.weight"}
