@@ -129,7 +129,21 @@ def analyse(graph: Graph) -> Divisible:
             continue
         rule = _RULES.get(ops.name_of(node.target) or "", _whole)
         rule(found, node)
+    _spread_axes(found)
     return found
+
+
+def _spread_axes(found: Divisible) -> None:
+    """Give tied values of as many dimensions the axis that one of them has."""
+    alike = nx.Graph()
+    alike.add_nodes_from(found.ties)
+    alike.add_edges_from((a, b) for a, b in found.ties.edges if len(shape(a)) == len(shape(b)))
+    for values in nx.connected_components(alike):
+        known = {found.axes[value] for value in values if value in found.axes}
+        for value in sorted(values) if len(known) == 1 else ():
+            found.axes[value] = min(known)
+        for value in sorted(values) if len(known) > 1 else ():
+            found.fix(value, value, "it is read both as heads and as features")
 
 
 # ---- rules ------------------------------------------------------------------------------------------

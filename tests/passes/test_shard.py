@@ -16,9 +16,11 @@ from qcompile.ops.collective import RankGroup
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import apply, run_passes
 from qcompile.passes.merge import Merge
+from qcompile.passes.quantize import Quantize
 from qcompile.passes.schedule import configure
 from qcompile.passes.shard import Shard
 from qcompile.recipes import RECIPES, get_recipe
+from tests.codegen.cpu.test_experts import decoder as experts
 from tests.passes import test_exact
 from tests.support.families import COMMON, EXPERTS, LATENT
 from tests.support.graphs import decoder, latent, recurrent, sequence_inputs
@@ -73,6 +75,20 @@ def test_ranks_together_compute_the_model(shape: str, before_merge: bool) -> Non
         assert any("rms_norm_1: rms_norm works on all features of a row" in note for note in results[0].notes)
 
 
+def test_operators_inside_heads_keep_heads_whole() -> None:
+    """Heads have 16 features, which three ranks do not divide; factors of features are the same in all heads."""
+    graph = decoder(heads=6, kv_heads=3, layers=1)
+    (attention,) = graph.calls("attention")
+    query = ops.operand(attention, "q")
+    graph.weights.add_tensor("gains", torch.linspace(0.5, 2.0, 16))
+    with graph.fx.inserting_before(attention):
+        scaled = graph.call("mul", graph.call("scale", query, 0.5), graph.weight("gains"))
+        turned = graph.call("add", scaled, graph.call("unary", graph.call("mean", query), "tanh"))
+    ops.set_operands(attention, q=turned)
+    result = compared(graph, 3)[0]
+    assert result.fired == 7 and result.graph.calls("attention")[0].meta["val"].shape[-2] == 2
+
+
 def test_a_rank_has_its_part_of_the_weights() -> None:
     """Each of two ranks has half of what is divided, and the embedding and the head, which are not."""
     graph = decoder()
@@ -125,6 +141,23 @@ def test_a_product_of_two_sums_is_not_a_sum_of_products() -> None:
     ops.set_operands(second, b=product)
     ops.set_operands(first, b=ops.operand(first, "a"))  # so that only the product reads either sum
     compared(graph, 2)
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_experts_are_divided_by_features(limit: float | None) -> None:
+    """Raised, with gates merged, and on quantized weights, whose rows per expert are padded: a rank has 20 of 40."""
+    graph = experts(inner=40, hidden=48, limit=limit, clamped=limit is None)
+    joined = merged(graph)
+    for each in (graph, joined):
+        first = compared(each, 2)[0]
+        product = next(n for n in first.graph.calls("expert_linear", "gated_experts") if n.meta["val"].shape[-1] == 20)
+        assert product.meta["val"].shape[-2] == 3  # slots of a token
+        assert any("all ranks need" in note or "softmax works on" in note for note in first.notes)
+    rounded = apply(Quantize(), joined).graph
+    results = divided(rounded, 2)
+    ids = sequence_inputs()
+    found = run_together([result.graph for result in results], ids, torch.float32)
+    assert check.max_relative_error(found, rounded.run(*ids, dtype=torch.float32)) < 1e-5  # sums in another order
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
@@ -195,8 +228,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "glm4_moe": COMMON | EXPERTS | {"head_dim": 16, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "llama4_text": COMMON | EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96},
 }
-SOME = ("gpt_oss", "qwen2_moe")
-"""Experts with biases and sinks; shared experts beside others."""
+SOME = ("qwen2_moe",)
+"""Shared experts beside others, whose sums are one."""
 
 
 @pytest.mark.parametrize(
