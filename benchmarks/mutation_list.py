@@ -558,8 +558,8 @@ MUTATIONS = (
     Mutation(
         "a sample that overflows waits for the other samples of its prompt",
         "runtime/server/service.py",
-        "if samples.finished or samples.overflowed or (",
-        "if samples.finished or (",
+        "(samples.finished or samples.overflowed)",
+        "samples.finished",
         "tests/runtime/server/test_service.py -k overflow",
     ),
     Mutation(

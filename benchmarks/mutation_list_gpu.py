@@ -172,8 +172,8 @@ GPU_MUTATIONS = (
     Mutation(
         "a launch that is kept does not learn where the prompts' pages begin now",
         "runtime/cuda/launching.py",
-        'return operand["kind"] == "count" or "past" in operand',
-        'return operand["kind"] == "count"',
+        'for place, operand in operands if "past" in operand]',
+        "for place, operand in ()]",
         f"{GPU_PROMPTS} -k decoding_beside",
     ),
     Mutation(

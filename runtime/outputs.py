@@ -58,6 +58,10 @@ class RequestMetrics:
     finished_time: float = 0.0
     cached_tokens: int = 0
 
+    def copy(self) -> RequestMetrics:
+        """An independent copy; `dataclasses.replace` takes several times as long."""
+        return RequestMetrics(**vars(self))
+
     @property
     def prefill_seconds(self) -> float:
         """From the first step that carried the prompt to the first token."""

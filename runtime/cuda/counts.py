@@ -106,9 +106,11 @@ def active_launches(launches: list[dict[str, Any]], counts: Counts) -> Iterator[
     """The launches that have work for these counts, each with the variant for its number of rows."""
     for launch in launches:
         count = counts[launch["by"]]
-        variant = next((v for v in launch["variants"] if not v["most"] or count <= v["most"]), None)
-        if variant is not None and count and variant["kernel"]:
-            yield launch, variant
+        for variant in launch["variants"] if count else ():
+            if not variant["most"] or count <= variant["most"]:
+                if variant["kernel"]:
+                    yield launch, variant
+                break
 
 
 def grid(variant: dict[str, Any], counts: Counts) -> list[int]:
@@ -117,7 +119,7 @@ def grid(variant: dict[str, Any], counts: Counts) -> list[int]:
 
 
 def _size(size: Any, counts: Counts) -> int:
-    if isinstance(size, int):
+    if type(size) is int:
         return size
     quotient: int = -(-counts[size["count"]] // size.get("divisor", 1))
     return quotient * int(size.get("times", 1)) + int(size.get("plus", 0))

@@ -19,6 +19,9 @@ _WHOLE, _BEFORE_MASKS, _FROM_MASKS = "whole", "before masks", "from masks on"
 Addresses = Mapping[tuple[str, str], int]
 """Addresses by kind and name of an operand (codegen/gpu/operands.py)."""
 
+_Prepared = tuple[LaunchCall, list[tuple[int, str]], list[tuple[int, dict[str, Any]]]]
+"""A prepared launch, and the places of its arguments that are counts, by name, or depend on counts in another way."""
+
 
 class Launcher:
     """The kernels of a launch plan, and the graphs made of them.
@@ -39,7 +42,7 @@ class Launcher:
         self._driver, self._plan, self.functions, self._weights = driver, plan, functions, weights
         self._memory, self._address_of = memory, address_of
         self.graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
-        self._prepared: dict[int, tuple[LaunchCall, list[tuple[int, dict[str, Any]]]]] = {}
+        self._prepared: dict[int, _Prepared] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self.profile: LaunchTimes | None = None
         self.reallocations = 0
@@ -136,14 +139,18 @@ class Launcher:
         for _, variant in active_launches(launches, counts):
             kept = self._prepared.get(id(variant))
             if kept:
-                call, changing = kept
-                call.change(grid(variant, counts), [(i, self._argument(ref, counts, {})) for i, ref in changing])
+                call, numbers, changing = kept
+                values = [(place, counts[name]) for place, name in numbers]
+                if changing:
+                    values += [(place, self._argument(operand, counts, {})) for place, operand in changing]
+                call.change(grid(variant, counts), values)
             else:
                 call = self._call(variant, counts, {})
                 names = self._plan["kernels"][variant["kernel"]]["arguments"]
-                operands = [variant["args"][name] for name in names]
-                changing = [(i, operand) for i, operand in enumerate(operands) if _changes(operand)]
-                self._prepared[id(variant)] = call, changing
+                operands = list(enumerate(variant["args"][name] for name in names))
+                numbers = [(place, operand["name"]) for place, operand in operands if operand["kind"] == "count"]
+                changing = [(place, operand) for place, operand in operands if "past" in operand]
+                self._prepared[id(variant)] = call, numbers, changing
             call.run()
 
     def _call(self, variant: dict[str, Any], counts: Counts, others: Addresses) -> LaunchCall:
@@ -173,8 +180,3 @@ class Launcher:
         if (kind, name) in others:
             return others[kind, name]
         return self._address_of(name) + (4 * math.prod(counts[each] for each in past) if past else 0)
-
-
-def _changes(operand: dict[str, Any]) -> bool:
-    """Whether an operand depends on the step's counts."""
-    return operand["kind"] == "count" or "past" in operand

@@ -79,7 +79,7 @@ class PromptSamples:
         """The times of the prompt, from the first of its samples to start to the last to finish."""
         times = [request.metrics for request in self.requests]
         if len(times) == 1:
-            return replace(times[0])
+            return times[0].copy()
         return RequestMetrics(
             times[0].arrival_time,
             _first(time.first_scheduled_time for time in times),

@@ -21,9 +21,9 @@ from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.params import SamplingParams
 
 Result = TypeVar("Result")
-_PIECE_SECONDS, _MOST_PIECE_SECONDS = 170e-6, 48e-3
+_PIECE_SECONDS, _MOST_PIECE_SECONDS = 200e-6, 64e-3
 """Shortest time between two pieces of a stream: the first number for each running sample, at most the second. To make
-and send a piece takes about a third of the first number, during which the engine's thread may have to wait."""
+and send a piece takes about a quarter of the first number, during which the engine's thread may have to wait."""
 
 
 @dataclass(eq=False)
@@ -81,7 +81,8 @@ class Service:
         self._calls: dict[_EngineCall, None] = {}  # unfinished
         self._commands: SimpleQueue[tuple[Callable[[Any], None], Job | _EngineCall] | None] = SimpleQueue()
         self._owner: dict[int, tuple[Job, PromptSamples]] = {}  # by request id
-        self._grown: dict[tuple[Job, PromptSamples], None] = {}  # prompts with tokens that are not published yet
+        # Prompts with tokens that are not published yet, and whether a sample ended with them.
+        self._grown: dict[tuple[Job, PromptSamples], bool] = {}
         llm.lend()
         self._thread = threading.Thread(target=self._run, name="qcompile-engine", daemon=True)
         self._thread.start()
@@ -173,7 +174,9 @@ class Service:
     def _run(self) -> None:
         try:
             while self._run_commands():
-                self._grown.update((self._owner[request.id], None) for request in self.llm.engine.step())
+                for request in self.llm.engine.step():
+                    owner, ended = self._owner[request.id], request.output.finish_reason is not None
+                    self._grown[owner] = ended or self._grown.get(owner, False)
                 self._publish_due()
             for job in {job for job, _ in self._owner.values()}:
                 self._cancel(job)
@@ -211,8 +214,8 @@ class Service:
         latest = now - min(_PIECE_SECONDS * self.running, _MOST_PIECE_SECONDS)
         due = [
             (job, samples)
-            for job, samples in self._grown
-            if samples.finished or samples.overflowed or (job.partial and samples.published <= latest)
+            for (job, samples), ended in self._grown.items()
+            if (job.partial and samples.published <= latest) or (ended and (samples.finished or samples.overflowed))
         ]
         for job, samples in due:
             self._grown.pop((job, samples), None)
