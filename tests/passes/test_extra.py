@@ -29,6 +29,10 @@ class Early(Late):
     name = "early"
     needed: int
 
+@dataclass(frozen=True)
+class Later(Late):
+    name = "later"
+
 class Plain(Late):
     name = "cache"
 
@@ -57,6 +61,12 @@ def test_drafts_run_what_comes_after_the_cache(module: None) -> None:
         *drafted[drafted.index("fuse") + 1 :],
     ]
     assert "late" not in of_draft("calibrate")  # the draft is derived from what it returned
+
+
+def test_passes_of_one_place_keep_their_order(module: None) -> None:
+    passes = ["late_passes:Late@after=fuse", "late_passes:Later@after=fuse"]
+    names = [one.name for one in Schedule(resolve("w4a8", passes=passes), "cpu").model_passes()]
+    assert names[names.index("fuse") + 1 :][:2] == ["late", "later"]
 
 
 @pytest.mark.parametrize(
