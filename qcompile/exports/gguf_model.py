@@ -45,7 +45,9 @@ def write(source: ArtifactSource, out: Path) -> Exported:
     skipped = tied_names(tensors, source.parameters)
     for name in tensors.rows:
         _check(name, tensors, names.get_name(name, (".weight", ".bias")))
-    folder, lock = swap.locked_sibling(out)
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder, lock = swap.locked_sibling(out)
     try:
         with disk_errors(out):
             writer = gguf.GGUFWriter(folder / "model", architecture)

@@ -41,6 +41,9 @@ def tokenizer_facts(root: Path, size: int) -> dict[str, Any]:
             "export: llama.cpp has no name for how this tokenizer splits texts; --format hf keeps it"
         )
     tokens, types = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size
+    added_ids = [added["id"] for added in document.get("added_tokens") or ()]
+    if (most := max([*model["vocab"].values(), *added_ids], default=0)) >= size:
+        raise UnsupportedError(f"export: the tokenizer has token {most}, and the model {size} tokens; hf keeps both")
     for token, index in model["vocab"].items():
         tokens[index], types[index] = token, NORMAL
     for added in document.get("added_tokens") or ():

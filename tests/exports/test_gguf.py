@@ -45,7 +45,7 @@ def source(artifact: Path) -> ArtifactSource:
 
 @pytest.fixture(scope="module")
 def file(artifact: Path) -> Path:
-    out = artifact.parent / "model.gguf"
+    out = artifact.parent / "new" / "model.gguf"
     written = checkpoint.write(artifact, out, "gguf")
     assert (written.rounded, written.floats) == (15, 6)
     return out
@@ -89,6 +89,8 @@ def test_tokenizers_are_named_by_how_they_split(tmp_path: Path) -> None:
     assert found["token_type"][8199] == gguf_tokenizer.UNUSED and " " in found["merges"][0]
     assert facts(model=document["model"] | {"ignore_merges": True})["pre"] == "llama-bpe"
     assert facts(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "use_regex": True})["pre"] == "gpt-2"
+    with pytest.raises(UnsupportedError, match="has token 8191, and the model 8000"):
+        gguf_tokenizer.tokenizer_facts(tmp_path, 8000)
     for changes, reason in (
         ({"pre_tokenizer": {"type": "Whitespace"}}, "no name for how"),
         ({"model": document["model"] | {"byte_fallback": True}}, "byte-level BPE"),
