@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
@@ -180,8 +180,11 @@ def _check_shard_name(directory: Path, name: str) -> None:
 class Checkpoint:
     """The tensors of a checkpoint directory by name. Opening it reads only headers.
 
-    `values_read` says whether the values of any tensor have been read since.
+    `values_read` says whether the values of any tensor have been read since. `kinds` are the names of the types that
+    tensors are stored in, by tensor, where a file has types of its own.
     """
+
+    kinds: Mapping[str, str] = {}
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -108,7 +108,7 @@ def _trace(
         loaders, sizes = huggingface_weights.no_loaders(module, read), left_out.sizes(unread)
         remarked: tuple[str, ...] = ()
     else:
-        remarked = tuple(remarks.of_tensors(checkpoint, names.unused))
+        remarked = (*remarks.of_tensors(checkpoint, names.unused), *remarks.of_types(checkpoint))
         loaders = huggingface_weights.loaders(module, checkpoint, names, read)
         sizes = left_out.sizes(unread, functools.partial(names.stored_bytes, checkpoint))
     return _Traced(program, loaders, sizes, inputs_embeds.scale(module, loaders), remarked)

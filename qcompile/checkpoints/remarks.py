@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qcompile.checkpoints.checkpoint import INDEX, SINGLE, Checkpoint
 from qcompile.errors import shown
+
+_FLOATS = ("F32", "F16", "BF16")
 
 
 def of_tokens(stated: Mapping[str, Collection[int]], size: int) -> Iterator[str]:
@@ -24,6 +27,14 @@ def of_tensors(checkpoint: Checkpoint, unused: Collection[str]) -> Iterator[str]
         size = sum(checkpoint.entries[name].bytes for name in unused)
         count, first = len(unused), shown(next(iter(unused)))
         yield f"{count:,} stored tensors ({size:,} bytes) belong to no weight of the model: {first} for example"
+
+
+def of_types(checkpoint: Checkpoint) -> Iterator[str]:
+    """A remark on the types of few bits that the weights of a GGUF file have, by how many weights have them."""
+    counts = Counter(kind for kind in checkpoint.kinds.values() if kind not in _FLOATS)
+    if counts:
+        said = ", ".join(f"{count} in {kind}" for kind, count in counts.most_common())
+        yield f"weights are stored in few bits ({said}): f32 keeps their numbers, other recipes may round them again"
 
 
 def of_files(model: Any, tokenizer: Collection[str]) -> Iterator[str]:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def _files(headers: list[Header], path: Path) -> dict[str, bytes]:
         raise UsageError(f"{first.path} is one of {count} files: give the first, NAME-00001-of-{count:05}.gguf")
     whole = Header(path, first.metadata, {name: place for header in headers for name, place in header.tensors.items()})
     config: dict[str, Any] = configuration(whole, rope_tensors(whole))
-    quantized = {"quantization_config": {"quant_method": METHOD}}
+    types = Counter(place.kind.name for place in whole.tensors.values())
+    quantized = {"quantization_config": {"quant_method": METHOD, "types": types}}  # by which traces of models differ
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     files = {"config.json": json.dumps(config | quantized, indent=1).encode()}
     files["generation_config.json"] = json.dumps(generation).encode()

@@ -57,10 +57,7 @@ class Stored:
 
 
 class GgufCheckpoint(Checkpoint):
-    """The tensors of the GGUF files in a folder, by the names that transformers has for them.
-
-    `kinds` are the names of the types that they are stored in, by tensor.
-    """
+    """The tensors of the GGUF files in a folder, by the names that transformers has for them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -13,10 +13,11 @@ NAME.weight [outputs, inputs] is (code - zero) * scale in float32. NAME.weight_s
 - `mxfp4-pack-quantized`: NAME.weight_packed as there; NAME.weight_scale, uint8 [outputs, inputs / 32], is the exponent
   of a power of two, plus 127.
 - `int-quantized`, `float-quantized`, `naive-quantized`: NAME.weight is int8 or 8-bit floats. NAME.weight_zero_point,
-  if present, has the same type and the shape of the scales.
+  if present, has the same type and the shape of the scales. With strategy `block`, NAME.weight_scale has a factor for
+  each block of rows and columns.
 
-The recipe decides how activations are rounded, not the file. Anything else that changes the model's function (stored
-scales of activations or of the cache, rotations, sparsity) is refused.
+The recipe decides how activations and the cache are rounded, so stored scales for these have no effect. Anything else
+that changes the model's function (rotations, sparsity) is refused.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ from torch import Tensor
 
 from qcompile.checkpoints.checkpoint import StoredCheckpoint
 from qcompile.checkpoints.stored.groups import (
+    ACTIVATIONS,
     WORD,
     Find,
     Groups,
     dequantize,
+    forget,
+    from_fp8,
     groups_of,
     one_of,
     require,
@@ -60,7 +64,9 @@ REST = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "w
 
 @dataclass(frozen=True)
 class CompressedScheme:
-    """How weights are stored. A scale covers `group` inputs of one output (0: all), or the whole tensor."""
+    """How weights are stored. A scale covers `group` inputs of one output (0: all), the whole tensor, or a
+    `block` of rows and columns.
+    """
 
     format: str
     kind: str
@@ -69,6 +75,7 @@ class CompressedScheme:
     group: int
     whole: bool = False
     ordered: bool = False
+    block: tuple[int, int] | None = None
 
     def groups(self, inputs: int) -> tuple[int, int]:
         """(inputs in a group, groups) of a weight."""
@@ -82,8 +89,6 @@ class CompressedScheme:
 def compressed_tensors(quantization: dict[str, Any]) -> Find:
     """The reader for a checkpoint with this `quantization_config`. Raises UnsupportedError, UsageError."""
     one_of(METHOD, "quantization_status", quantization.get("quantization_status") or "compressed", ("compressed",))
-    if quantization.get("kv_cache_scheme"):
-        raise UnsupportedError(f"{METHOD} checkpoints with a kv_cache_scheme are not read")
     for key, inner in (("sparsity_config", "format"), ("transform_config", "config_groups")):
         if not _says_nothing(quantization.get(key), inner):
             raise UnsupportedError(f"{METHOD} checkpoints with a {key} are not read")
@@ -104,10 +109,6 @@ def _says_nothing(value: Any, key: str) -> bool:
 def _scheme(name: str, group: dict[str, Any], format: Any) -> CompressedScheme:
     """The scheme of one of `config_groups`, called `name`."""
     format = one_of(METHOD, "format", group.get("format") or format, FORMATS)
-    incoming = group.get("input_activations")
-    dynamic = (True, "local") if format == NVFP4_PACKED else (True,)
-    if incoming and not (isinstance(incoming, dict) and incoming.get("dynamic") in dynamic):
-        raise UnsupportedError(f"{METHOD} weights with stored scales of activations ({name}) are not read")
     if group.get("output_activations"):
         raise UnsupportedError(f"{METHOD} weights with output_activations ({name}) are not read")
     weights = group.get("weights")
@@ -121,13 +122,25 @@ def _scheme(name: str, group: dict[str, Any], format: Any) -> CompressedScheme:
     symmetric = one_of(METHOD, "symmetric", weights.get("symmetric", True), (True, False))
     size: Any = weights.get("group_size")
     inferred = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategies = ("group", "channel") if format == PACKED else ("group", "channel", "tensor")
+    strategies = ("group", "channel") if format == PACKED else ("group", "channel", "tensor", "block")
     strategy = one_of(METHOD, "strategy", weights.get("strategy") or inferred, strategies)
     grouped = strategy == "group"
     if grouped and (type(size) is not int or size < 1):
         raise UsageError(f"group_size of the checkpoint's {METHOD} weights is {size}; it must be a number of inputs")
+    if strategy == "block":
+        one_of(METHOD, "symmetric", symmetric, (True,))
+        return CompressedScheme(format, kind, bits, True, 0, block=_block(weights.get("block_structure")))
     ordered = grouped and weights.get("actorder") in ("group", "dynamic")
     return CompressedScheme(format, kind, bits, symmetric, size if grouped else 0, strategy == "tensor", ordered)
+
+
+def _block(sides: Any) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    if not (isinstance(sides, list) and len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)):
+        raise UsageError(
+            f"block_structure of the checkpoint's {METHOD} weights is {sides}; rows and columns belong there"
+        )
+    return sides[0], sides[1]
 
 
 def _e2m1_scheme(format: str, weights: dict[str, Any]) -> CompressedScheme:
@@ -157,6 +170,7 @@ def _find(checkpoint: StoredCheckpoint, scheme: CompressedScheme) -> None:
             and checkpoint.entries[name].dtype.itemsize == 1
         ):
             _add_plain(checkpoint, name, scheme)
+    forget(checkpoint, ACTIVATIONS)
     require_none_left(checkpoint, tuple(f".{ending}" for ending in REST))
 
 
@@ -278,6 +292,11 @@ def _add_plain(checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme
         stored = f"{entry.dtype} of shape {list(entry.shape)}"
         raise UsageError(f"tensor {name} is {stored}; a matrix of {NUMBERS[scheme.kind]} belongs there")
     outputs, inputs = entry.shape
+    if scheme.block is not None:
+        rows, columns = scheme.block
+        require(checkpoint, f"{name}_scale", (-(-outputs // rows), -(-inputs // columns)))
+        checkpoint.add(name, entry.shape, (name, f"{name}_scale"), functools.partial(from_fp8, block=[rows, columns]))
+        return
     size, count = scheme.groups(inputs)
     sides: tuple[int, ...] = (1,) if scheme.whole else (outputs, count)
     if scheme.whole and f"{name}_scale" in checkpoint and not checkpoint.entries[f"{name}_scale"].shape:

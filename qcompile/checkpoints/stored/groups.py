@@ -19,6 +19,16 @@ WORD = 32
 """Bits of the integers that codes are packed in."""
 BAND = 1024
 """Outputs that are unpacked at once, a multiple of the outputs in a word: no second tensor of the weight's size."""
+ACTIVATIONS = (
+    ".input_scale",
+    ".input_zero_point",
+    ".activation_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".prob_scale",
+)
+"""Endings of names of scales by which activations and the cache are rounded, as the recipe decides."""
 Find = Callable[[StoredCheckpoint], None]
 """Adds the weights of a checkpoint that are stored in few bits, with a function that computes each."""
 Groups = int | Tensor
@@ -75,6 +85,17 @@ def groups_of(name: str, index: Tensor, size: int, count: int) -> Groups:
     return size if torch.equal(index, torch.arange(len(index)) // size) else index
 
 
+def from_fp8(codes: Tensor, scales: Tensor, block: list[int]) -> Tensor:
+    """8-bit floats [..., n, k] and a factor for each `block` of rows and columns -> float32 [..., n, k]."""
+    value = codes.to(torch.float32)
+    rows, columns = block
+    factors = scales.to(torch.float32).reshape(*codes.shape[:-2], -1, -(-codes.shape[-1] // columns))
+    factors = factors.repeat_interleave(columns, -1)[..., : codes.shape[-1]]
+    for index in range(factors.shape[-2]):  # one row of blocks at a time, to avoid a second tensor of the weight's size
+        value[..., index * rows : (index + 1) * rows, :] *= factors[..., index : index + 1, :]
+    return value
+
+
 # ---- checks of what is stored ----------------------------------------------------------------------
 
 
@@ -87,6 +108,12 @@ def require(checkpoint: StoredCheckpoint, name: str, shape: Sequence[int], dtype
     right = entry.dtype.is_floating_point and entry.dtype.itemsize > 1 if dtype is None else entry.dtype == dtype
     if not right or entry.shape != tuple(shape):
         raise UsageError(f"tensor {name} is {entry.dtype} of shape {list(entry.shape)}; {wanted} belongs there")
+
+
+def forget(checkpoint: StoredCheckpoint, endings: tuple[str, ...]) -> None:
+    """Hide the tensors whose names end with one of `endings`, which are no part of a weight."""
+    for name in [name for name in checkpoint if name.endswith(endings)]:
+        del checkpoint.entries[name]
 
 
 def require_none_left(checkpoint: StoredCheckpoint, endings: tuple[str, ...]) -> None:

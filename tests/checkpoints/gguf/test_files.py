@@ -92,6 +92,8 @@ def test_a_build(tmp_path: Path, capsys: Capture) -> None:
 def test_doctor_reads_the_file(capsys: Capture) -> None:
     found = json_of(capsys, "doctor", FILES / "qwen3.gguf", "--recipe", "w4a16")
     assert found["exportable"] and found["plan"]["model"] == "qwen3"
+    (remark,) = found["plan"]["remarks"]
+    assert remark.startswith("weights are stored in few bits (8 in Q8_0): f32 keeps")
 
 
 def test_blocks_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:

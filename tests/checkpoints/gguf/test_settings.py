@@ -241,7 +241,7 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is no GGUF file"):
             hub.find(path)
     assert not list((tmp_path / "cache").glob("gguf/*"))
-    with pytest.raises(UsageError, match="is not a checkpoint directory"):
+    with pytest.raises(UsageError, match=r"absent\.gguf does not exist"):
         hub.check(tmp_path / "absent.gguf")
     with pytest.raises(UsageError, match="is a file, and revisions are those of the hub"):
         hub.find(FILES / "llama.gguf", revision="main")

@@ -108,6 +108,20 @@ def test_fp8_by_one_factor(tmp_path: Path, shape: tuple[int, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize("settings", [{"quant_method": "fp8"}, {"quant_method": "modelopt", "quant_algo": "FP8"}])
+def test_fp8_of_other_tools(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """One factor a weight under another name, and scales of activations and of the cache, which the recipe rounds."""
+    stored, plain = as_fp8(saved("llama", tmp_path / "model"), 1 << 20, 1 << 20)
+    renamed = {name.removesuffix("_inv"): value.view(()) if "_inv" in name else value for name, value in stored.items()}
+    unused = {f"model.layers.0.self_attn.{name}": torch.ones(()) for name in ("k_scale", "q_proj.input_scale")}
+    path = rewritten(tmp_path / "model", tmp_path / "stored", renamed | unused, settings)
+    checkpoint = formats.open_checkpoint(path)
+    assert set(checkpoint) == set(plain)
+    assert all(torch.equal(checkpoint.load(name), plain[name].float()) for name in plain)
+    with pytest.raises(UnsupportedError, match="modelopt weights with quant_algo nvfp4 are not read, only fp8"):
+        formats.reader({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}})
+
+
 def as_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
     """Experts of random codes, and as transformers reads them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -167,6 +167,38 @@ def eight_bits(
     return written(tensors, parts, "weight", configuration(f"{kind}-quantized", weights, input_activations=dynamic))
 
 
+def blocks(tensors: Tensors, rows: int = 40, columns: int = 24) -> Written:
+    """8-bit floats with a scale for each block, and stored scales of activations and of the cache."""
+
+    def parts(value: Tensor) -> tuple[Tensors, Tensor]:
+        n, k = value.shape
+        scales = (torch.rand(-(-n // rows), -(-k // columns)) + 0.5).bfloat16()
+        codes = (value / 0.1).to(torch.float8_e4m3fn)
+        numbers = codes.float()
+        for i in range(n):
+            for j in range(k):
+                numbers[i, j] *= scales[i // rows, j // columns].float()
+        return {"": codes, "_scale": scales}, numbers
+
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "block",
+        "block_structure": [rows, columns],
+    }
+    given = {"num_bits": 8, "dynamic": False, "type": "float", "strategy": "tensor"}
+    stored, plain, settings = written(
+        tensors, parts, "weight", configuration("float-quantized", weights, input_activations=given)
+    )
+    settings["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+    for name in [name for name in stored if name.endswith("k_proj.weight")]:
+        stem = name.removesuffix("k_proj.weight")
+        more = ("k_proj.input_scale", "k_scale", "v_scale", "k_proj.input_zero_point")
+        stored |= {stem + end: torch.ones(1) for end in more}
+    return stored, plain, settings
+
+
 def nvfp4(tensors: Tensors, inputs_scaled: bool = False) -> Written:
     def parts(value: Tensor) -> tuple[Tensors, Tensor]:
         n, k = value.shape
@@ -225,6 +257,7 @@ WAYS: dict[str, tuple[str, Way]] = {
     "float8": ("llama", lambda t: eight_bits(t, "float")),
     "nvfp4": ("llama", nvfp4),
     "nvfp4 with scales of activations": ("qwen2", lambda t: nvfp4(t, inputs_scaled=True)),
+    "float8 in blocks, with scales of activations and cache": ("llama", blocks),
     "float8, one scale": ("llama", lambda t: eight_bits(t, "float", "tensor")),
 }
 
@@ -436,16 +469,22 @@ REFUSED: dict[str, tuple[Way, Change, type[QCompileError], str]] = {
     "packed in groups unknown": (compressed, say_of_weights(group_size=None), BAD, "group_size .* is None"),
     "another packing": (compressed, say(format="marlin-24"), NO, "format marlin-24"),
     "packed and frozen": (compressed, say(quantization_status="frozen"), NO, "quantization_status frozen"),
-    "a packed cache": (compressed, say(kv_cache_scheme={"num_bits": 8}), NO, "with a kv_cache_scheme"),
     "packed and sparse": (compressed, say(sparsity_config={"format": "sparse-24-bitmask"}), NO, "sparsity_config"),
     "packed and turned": (compressed, say(transform_config={"config_groups": {"a": 1}}), NO, "transform_config"),
     "no groups": (compressed, say(config_groups={}), BAD, "config_groups .* say nothing"),
     "groups that differ": (compressed, another_group, NO, "where groups differ: group_0, group_1"),
-    "stored scales of activations": (
-        eight_bits,
-        say_of_group(input_activations={"dynamic": False}),
-        NO,
-        r"stored scales of activations \(group_0\)",
+    "blocks of nothing": (
+        lambda t: blocks(t),
+        say_of_weights(block_structure=[16, 0]),
+        BAD,
+        r"block_structure .* is \[16, 0\]; rows and columns",
+    ),
+    "blocks with zeros": (lambda t: blocks(t), say_of_weights(symmetric=False), NO, "symmetric False"),
+    "blocks of another size": (
+        lambda t: blocks(t),
+        say_of_weights(block_structure=[16, 16]),
+        BAD,
+        r"weight_scale is .*\[2, 4\]; floats of shape \[4, 6\]",
     ),
     "rounded outputs": (eight_bits, say_of_group(output_activations={"dynamic": True}), NO, "output_activations"),
     "packed without a shape": (compressed, drop("weight_shape"), BAD, f"{UP}.weight_shape is missing"),
