@@ -1,4 +1,4 @@
-"""The process in which chat templates run: they come with a checkpoint, from anybody.
+"""The process in which chat templates run and grammars are tried: both come from anybody.
 
 This file is the process's program: it imports nothing of qcompile, as the process must start in little time and memory.
 It reads requests, each a line of JSON, from its standard input, and writes a line of JSON for each:
@@ -7,7 +7,9 @@ It reads requests, each a line of JSON, from its standard input, and writes a li
     {"reads": true}                                          -> {"names": [variable, ...]}
     {"render": name, "values": {...}, "most": characters}    -> {"text": "..."}
 
-or `{"error": message}`. `renderer.py` starts it and gives it its limits.
+    {"grammar": llguidance's grammar, "limits": {...}}       -> {"problem": message, empty without one}
+
+or `{"error": message}`. `sandboxed.py` starts it and gives it its limits.
 """
 
 from __future__ import annotations
@@ -127,6 +129,11 @@ class Templates:
 
 
 def _answer(templates: Templates, asked: dict[str, Any]) -> dict[str, Any]:
+    if "grammar" in asked:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(**asked["limits"])
+        return {"problem": LLMatcher.validate_grammar(asked["grammar"], None, limits=limits)}
     if "reads" in asked:
         return {"names": templates.reads()}
     return {"text": templates.render(asked["render"], asked["values"], asked["most"])}

@@ -28,6 +28,8 @@ DEPTH_KEY = "num_hidden_layers"
 """The key of the number of layers in configurations; transformers translates other keys to this one."""
 MOST_LAYERS = 1024
 """The limit for the number of layers; a larger number is a mistake. Published models have about 130 at most."""
+MOST_LETTERS = 100
+"""Most letters of the name of a type, or of an architecture."""
 _WEIGHT_TYPE = re.compile(r"(torch\.)?(auto|half|float|double|bfloat16|float(8\w*|16|32|64))")
 UNSTATED_LENGTH = 2048
 """Context of a model whose configuration states none: its positions do not come from a table of limited length."""
@@ -42,6 +44,8 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
     kind = raw.get("model_type")
     if not isinstance(kind, str):
         raise UsageError(f"{directory / 'config.json'} has no model_type")
+    if len(kind) > MOST_LETTERS:  # messages have it
+        raise UsageError(f"{directory / 'config.json'} has a model_type of {len(kind):,} letters")
     _check_types(directory / "config.json", raw)
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -70,7 +74,8 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
 def _check_types(path: Path, raw: Mapping[str, Any]) -> None:
     """Refuse fields that transformers uses before it checks them, and types of weights that are none."""
     stated = raw.get("architectures")
-    if stated is not None and not (isinstance(stated, list) and all(isinstance(name, str) for name in stated)):
+    named = isinstance(stated, list) and all(isinstance(name, str) and len(name) <= MOST_LETTERS for name in stated)
+    if stated is not None and not named:
         raise UsageError(f"{path}: architectures must be a list of names, is {shown(stated)}")
     for name, part in raw.items():
         if name.endswith("_config") and part is not None and not isinstance(part, dict):

@@ -15,6 +15,7 @@ from qcompile.runtime.detokenizer import BROKEN, spelled
 from qcompile.runtime.sampling.known_masks import KnownMasks
 from qcompile.runtime.sampling.masks import Grammar, first_line
 from qcompile.runtime.sampling.structured import Source, StructuredOutputsParams, StructureError
+from qcompile.runtime.sampling.trial import Trial
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,6 +45,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._known = KnownMasks()
         self._guide: Any = None
+        self._trial = Trial()
         self._worker = ThreadPoolExecutor(2, "qcompile-grammars")
 
     def end_at(self, eos: frozenset[int]) -> None:
@@ -71,6 +73,7 @@ class Grammars:
                 self._guide = self._new_guide()
             guide, eos = self._guide, self._eos
         try:
+            self._trial.require_small(source.kind, _written(source), _LIMITS)
             matcher = self._worker.submit(_matcher, guide, source).result(_MOST_SECONDS)
         except TimeoutError:
             raise StructureError(source.kind, "takes too long to compile: simplify it") from None
@@ -128,6 +131,16 @@ def _matcher(guide: Any, source: Source) -> Any:
     """
     from llguidance import LLMatcher, LLParserLimits
 
+    matcher = LLMatcher(guide, _written(source), log_level=0, limits=LLParserLimits(**_LIMITS))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
+
+
+def _written(source: Source) -> str:
+    """A grammar as llguidance reads it. Raises ValueError for JSON that is none."""
+    from llguidance import LLMatcher
+
     if source.kind == "json":
         spaces: Any = {"whitespace_flexible": False} if source.compact else {"whitespace_pattern": _SPACES}
         grammar = LLMatcher.grammar_from_json_schema(source.text, overrides=spaces)
@@ -138,7 +151,4 @@ def _matcher(guide: Any, source: Source) -> Any:
         grammar = LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")  # a rule may have 2,000 texts at most
     else:
         grammar = LLMatcher.grammar_from_lark(source.text)
-    matcher = LLMatcher(guide, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    return matcher
+    return str(grammar)

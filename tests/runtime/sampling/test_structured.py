@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from qcompile.errors import UsageError
+from qcompile.runtime import sandboxed
 from qcompile.runtime.detokenizer import Detokenizer
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling import grammars
@@ -342,6 +343,18 @@ def test_a_slow_compilation_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(grammars, "_matcher", lambda *given: time.sleep(0.2))
     with pytest.raises(UsageError, match="regex takes too long to compile"):
         llm.generate([[5]], SamplingParams(structured_outputs={"regex": "a"}))
+
+
+def test_a_grammar_that_would_take_hours_ends_another_process(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 texts in any order there are 2^20 states; llguidance's own limits let it go on."""
+    monkeypatch.setattr(sandboxed, "SECONDS", 0)  # and one more, of processor time
+    compiler = Grammars(llm.tokenizer, VOCAB, [EOS])
+    bomb = {"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrst"]}
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"structured_outputs\.json takes too much time or memory to compile"):
+            compiler.compile(StructuredOutputsParams(json=bomb))
+        assert compiler.compile(StructuredOutputsParams(regex="[ab]+")) is not None
+        compiler._kept.clear()
 
 
 def test_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""Asks the process of sandbox.py, which has limits of time and memory, and ends it if it does not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from qcompile.errors import ResourceError
+
+SECONDS = 2.0
+"""Longest processor time that a request may take."""
+_MEMORY = 256 << 20
+"""Bytes that it may take."""
+_PROGRAM = Path(__file__).with_name("sandbox.py")
+
+
+class EndedError(Exception):
+    """The process has ended, or was ended, without an answer."""
+
+
+class Worker:
+    """A process that runs sandbox.py. Several threads may use it one after the other."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-P", "-W", "ignore", str(_PROGRAM), str(_MEMORY), str(int(SECONDS))]
+        self._socket, theirs = socket.socketpair()
+        end = theirs.fileno()
+        try:
+            process = subprocess.Popen(command, stdin=end, stdout=end, stderr=subprocess.DEVNULL)
+        except OSError as error:
+            self._socket.close()
+            raise ResourceError(
+                f"the process for chat templates and grammars does not start: {error.strerror}"
+            ) from error
+        finally:
+            theirs.close()
+        self._process, self._owner = process, os.getpid()
+        self._socket.setblocking(False)
+        self._end = weakref.finalize(self, _end, process, self._socket, self._owner)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked, by this process."""
+        return self._owner == os.getpid() and self._end.alive and self._process.poll() is None
+
+    def ask(self, line: bytes, seconds: float) -> dict[str, Any]:
+        """The answer to a line. Raises EndedError if there is none in time."""
+        until = time.monotonic() + seconds
+        rest = memoryview(line)
+        answer = bytearray()
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | select.POLLOUT)
+        while not answer.endswith(b"\n"):
+            ready = poll.poll(max(0.0, until - time.monotonic()) * 1e3)
+            if not ready:
+                self._end()
+                raise EndedError(f"it takes more than {seconds:g} seconds")
+            try:
+                if ready[0][1] & ~select.POLLOUT:
+                    answer += self._read()
+                elif len(rest):  # without the signal that would end a process whose reader has ended
+                    rest = rest[self._socket.send(rest, socket.MSG_NOSIGNAL) :]
+                if not len(rest):
+                    poll.modify(self._socket, select.POLLIN)
+            except OSError as error:
+                self._end()
+                raise EndedError("its process has ended") from error
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def _read(self) -> bytes:
+        part = self._socket.recv(1 << 16)
+        if not part:
+            raise BrokenPipeError
+        return part
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
+    connection.close()
+    if os.getpid() == owner:  # else this is a copy in a child that was forked
+        process.kill()
+        process.wait()
