@@ -28,6 +28,7 @@ def json_object(root: Path, files: dict[str, Any], name: str) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(content)
+        json.dumps(found, ensure_ascii=False).encode()  # half a character is no text to any tokenizer
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{root / name} is not JSON: {error}") from error
     if not isinstance(found, dict):

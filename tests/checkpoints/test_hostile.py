@@ -93,7 +93,7 @@ def test_a_first_token_of_another_vocabulary_is_none(tiny_checkpoint: Path, tmp_
     assert read_manifest(tmp_path / "out")["model"]["bos_token_id"] is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"eos_token": "\\ud800"}'])
 def test_an_artifacts_settings_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(ArtifactError, match=r"tokenizer_config\.json"):
