@@ -15,7 +15,7 @@ from qcompile.runtime.detokenizer import BROKEN, spelled
 from qcompile.runtime.sampling.known_masks import KnownMasks
 from qcompile.runtime.sampling.masks import Grammar, first_line
 from qcompile.runtime.sampling.structured import Source, StructuredOutputsParams, StructureError
-from qcompile.runtime.sampling.trial import Trial
+from qcompile.runtime.sampling.trial import GrammarTrial
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,7 +45,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._known = KnownMasks()
         self._guide: Any = None
-        self._trial = Trial()
+        self._trial = GrammarTrial()
         self._worker = ThreadPoolExecutor(2, "qcompile-grammars")
 
     def end_at(self, eos: frozenset[int]) -> None:

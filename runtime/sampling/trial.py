@@ -17,7 +17,7 @@ _MOST_CALLERS = 16
 """Most callers at once: each may be a thread of a server. A normal grammar takes less than a millisecond."""
 
 
-class Trial:
+class GrammarTrial:
     """Tries grammars. Several threads may use it. Its process starts with the first use."""
 
     def __init__(self) -> None:

@@ -142,7 +142,7 @@ def _python_of_a_server() -> Iterator[None]:
     interval, thresholds, frozen = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, *thresholds[1:])
+    gc.set_threshold(max(_YOUNG_OBJECTS, thresholds[0]), *thresholds[1:])
     try:
         yield
     finally:

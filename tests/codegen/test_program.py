@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qcompile.codegen.calls import (
+    AllReduce,
     Attention,
     Call,
     Combine,
@@ -60,6 +61,7 @@ CALLS: list[tuple[Call, tuple[str, ...], tuple[str, ...]]] = [
     (Combine("c", "x", "out", 2), ("x",), ("out",)),
     (Combine("c", "x", "out", 2, scores="s"), ("x", "s"), ("out",)),
     (Mean("c", "x", "out", 8), ("x",), ("out",)),
+    (AllReduce("c", "x", "out", 2), ("x",), ("out",)),
     (Combine("c", "x", "out", 2, "w", 3), ("x", "w"), ("out",)),
     (Logits("c", "x"), ("x",), ()),
 ]
