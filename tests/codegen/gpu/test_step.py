@@ -70,9 +70,8 @@ def lowered(recipe: str, **options: Any) -> tuple[Any, Any, dict[str, torch.Tens
     return gpu_program(made, recipe, passes)
 
 
-def interpret_recipes(*names: str) -> None:
-    """Prefill and decode of a text, or of two over a cache's format, against the graph's own reference; in a process
-    that has TRITON_INTERPRET set."""
+def interpret_recipes(*names: str, texts: int = 2) -> None:
+    """Prefill and decode of texts against the graph's own reference; in a process that has TRITON_INTERPRET set."""
     from tests.support.gpu_interpreter import Interpreter
 
     for name in names:
@@ -89,7 +88,7 @@ def interpret_recipes(*names: str) -> None:
             "w4a16": {"act": "gelu_tanh"},
             "bf16 capped": {"capped": True, "vocab": 96, "act": "xielu"},
         }
-        more, texts = options.get(name, {}), 2 if name in ("qserve", "w8a8", "bf16") else 1
+        more = options.get(name, {})
         graph, program, blobs = lowered(name.split()[0], **more)
         machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs)
         ids = torch.randint(0, SHAPE["vocab"], (texts, 20), generator=torch.Generator().manual_seed(1))
@@ -131,7 +130,7 @@ def test_narrow_values_interpreted() -> None:
 def interpret_odd_inputs() -> None:
     """Inputs that are no whole blocks of a packing, nor whole groups: rows of activations are filled up with zeros."""
     SHAPE.update(hidden=224, heads=3, kv_heads=1, ffn=352)
-    interpret_recipes("qserve", "qserve-channel", "w8a8", "nested", "mixllm", "mxfp4", "w4a16", "bf16")
+    interpret_recipes("qserve", "qserve-channel", "w8a8", "nested", "mixllm", "mxfp4", "w4a16", "bf16", texts=1)
 
 
 def test_filled_rows_meet_nothing_that_is_written() -> None:

@@ -80,7 +80,7 @@ def differing(llm: LLM, batches: int, seed: int = 0) -> int:
 
 
 @pytest.mark.parametrize("prefix_caching", (False, True))
-@pytest.mark.parametrize("batches", [25, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("batches", [50, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_random_batches_change_nothing(artifact: Path, batches: int, prefix_caching: bool) -> None:
     with qcompile.load(artifact, threads=1, max_batch=32, prefix_caching=prefix_caching) as llm:
         assert differing(llm, batches) == 0
