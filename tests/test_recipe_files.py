@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         resolve(f"{tmp_path}/gone.toml")
     with pytest.raises(UsageError, match=r"is a folder: give a file of it, such as .*recipe.toml"):
         resolve(tmp_path)
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(UsageError, match=r"pipe.toml: no plain file"):
+        resolve(tmp_path / "pipe.toml")
     (tmp_path / "bytes.toml").write_bytes(b"name = '\xff'")
     with pytest.raises(UsageError, match="is not TOML: 'utf-8' codec"):
         resolve(tmp_path / "bytes.toml")

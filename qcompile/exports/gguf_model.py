@@ -31,11 +31,13 @@ TURNED = {"llama"}
 def write(source: ArtifactSource, out: Path) -> Exported:
     """Write an artifact as the GGUF file `out`.
 
-    Raises UsageError if `out` is a folder, UnsupportedError with the tensor or the setting for what GGUF or llama.cpp
+    Raises UsageError if `out` exists, UnsupportedError with the tensor or the setting for what GGUF or llama.cpp
     cannot hold, ResourceError if the gguf package is missing or the disk is full.
     """
     if out.is_dir():
         raise UsageError(f"{out} is a folder: give the name of a gguf file")
+    if os.path.lexists(out):
+        raise UsageError(f"{out} exists: choose another file for the checkpoint")
     gguf, tensors, config = _package(), source.tensors, source.settings
     architecture = _architecture(source)
     tokenizer = tokenizer_facts(source.root, source.model["vocab_size"])

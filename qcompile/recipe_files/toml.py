@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from qcompile.artifact.plain_files import open_plain
 from qcompile.errors import UsageError
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -19,15 +20,15 @@ MOST_BYTES = 1 << 20
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a file. Raises UsageError naming it and what is wrong."""
     try:
-        with path.open("rb") as file:
+        if path.is_dir():
+            raise UsageError(f"recipe {path} is a folder: give a file of it, such as {path / 'recipe.toml'}")
+        with open_plain(path) as file:
             text = file.read(MOST_BYTES + 1)
         if len(text) > MOST_BYTES:
             raise UsageError(f"recipe {path}: more than {MOST_BYTES >> 20} MiB, which no recipe has")
         return tomllib.loads(text.decode())
     except FileNotFoundError:
         raise UsageError(f"recipe {path}: there is no such file") from None
-    except IsADirectoryError:
-        raise UsageError(f"recipe {path} is a folder: give a file of it, such as {path / 'recipe.toml'}") from None
     except OSError as error:
         raise UsageError(f"recipe {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -227,6 +227,10 @@ def test_what_a_format_cannot_hold_is_named(built: Callable[..., Path], model: P
         checkpoint.write(built("w4a16"), out, "gguff")
     with pytest.raises(UsageError, match="exists: choose another"):
         checkpoint.write(built("w4a16"), model, "hf")
+    (tmp_path / "kept.gguf").write_text("of somebody")
+    with pytest.raises(UsageError, match=r"kept.gguf exists: choose another file"):
+        checkpoint.write(built("w4a16"), tmp_path / "kept.gguf", "gguf")
+    assert (tmp_path / "kept.gguf").read_text() == "of somebody"
     assert not out.exists() and not list(tmp_path.glob(".out*"))
 
 
