@@ -186,19 +186,19 @@ def _by_head(found: Divisible, node: fx.Node) -> None:
 
 
 def _split_heads(found: Divisible, node: fx.Node) -> None:
-    x: fx.Node = ops.operand(node, "x")
-    found.tie(node, x)
-    found.along(node, HEADS)
-    found.along(x, FEATURES)
-    found.aligned(x, shape(node)[-1], node, "head")
+    _heads_of_features(found, node, node, ops.operand(node, "x"))
 
 
 def _merge_heads(found: Divisible, node: fx.Node) -> None:
-    x: fx.Node = ops.operand(node, "x")
-    found.tie(node, x)
-    found.along(x, HEADS)
-    found.along(node, FEATURES)
-    found.aligned(node, shape(x)[-1], node, "head")
+    _heads_of_features(found, node, ops.operand(node, "x"), node)
+
+
+def _heads_of_features(found: Divisible, node: fx.Node, heads: fx.Node, features: fx.Node) -> None:
+    """`node` makes one of two values of the same numbers, [..., H, D] and [..., H * D], of the other."""
+    found.tie(heads, features)
+    found.along(heads, HEADS)
+    found.along(features, FEATURES)
+    found.aligned(features, shape(heads)[-1], node, "head")
 
 
 def _attention(found: Divisible, node: fx.Node) -> None:
