@@ -45,7 +45,7 @@ CASES = (
     "qserve:hf",
 )
 ROUNDED = {"nvfp4:compressed-tensors": "compressed-tensors makes bfloat16 numbers of these weights"}
-"""Cases in which the engine rounds weights, so that only the logits are compared."""
+"""Cases in which the engine rounds weights: tokens may differ without failing the run, but are not called passed."""
 MOST_TOKENS = 64
 LARGEST, GAP = 0.02, 0.01
 ENGINE = """
@@ -108,7 +108,7 @@ def main() -> None:
     texts = [json.loads(line)["prompt"] for line in lines]
     prompts = {f"{i:03d}": torch.tensor(tokenizer.encode(t).ids[:MOST_TOKENS]) for i, t in enumerate(texts)}
     results: dict[str, Any] = {}
-    versions = ""
+    versions, failed = "", False
     unused = mock.patch.object(compiler, "compile", return_value=b"")  # no kernel runs here
     with tempfile.TemporaryDirectory() as work, unused:
         asked = Path(work) / "prompts.safetensors"
@@ -125,11 +125,12 @@ def main() -> None:
             versions = done.stdout.strip().splitlines()[-1]
             found = compare(artifact_logits(artifact, prompts), load_file(f"{work}/logits"))
             within = found["largest_difference_of_largest_logit"] <= LARGEST
-            same = found["same_token"] == found["positions_with_a_gap"] or case in ROUNDED
+            same = found["same_token"] == found["positions_with_a_gap"]
+            failed |= not (within and (same or case in ROUNDED))
             results[case] = found | {"note": ROUNDED.get(case), "passed": within and same}
             print(case, results[case], flush=True)
     write_result(RESULTS / "exports.json", {"model": given.model.name, "engine": versions, "cases": results})
-    sys.exit(0 if all(result["passed"] for result in results.values()) else 4)
+    sys.exit(4 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """GGUF files in both directions beside llama.cpp: what qcompile exports, and what llama.cpp's own quantizer writes.
 
-    python benchmarks/gguf_peers.py LLAMA_BIN [out.json] [--model=samples/pycode-26m] [--data=samples/heldout.jsonl]
+    python benchmarks/gguf_peers.py LLAMA_BIN [--out=FILE] [--model=samples/pycode-26m] [--data=samples/heldout.jsonl]
 
 LLAMA_BIN: the folder of llama.cpp's programs llama-perplexity and llama-quantize. Perplexities are those of
 llama-perplexity: windows of 512 tokens, of which the second half counts. `exported`: an artifact's kernels, and
@@ -17,7 +17,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
+from benchmarks.common import RESULTS, write_result
 from qcompile.exports import checkpoint
 
 WINDOW = 512
@@ -61,6 +61,12 @@ def peer_perplexity(programs: Path, file: Path, text: Path) -> float:
     return float(found[1])
 
 
+def peer_version(programs: Path) -> str:
+    """What llama.cpp says of itself."""
+    told = subprocess.run([str(programs / "llama-perplexity"), "--version"], capture_output=True, text=True, check=True)
+    return re.sub(r"^version: ", "", (told.stdout + told.stderr).splitlines()[0])
+
+
 def compared(name: str, ours: float, theirs: float) -> dict[str, Any]:
     row = {"name": name, "qcompile": ours, "llama.cpp": theirs, "difference": ours / theirs - 1}
     print(f"{name:8} qcompile {ours:.4f}  llama.cpp {theirs:.4f}  {row['difference']:+.3%}", flush=True)
@@ -69,12 +75,12 @@ def compared(name: str, ours: float, theirs: float) -> dict[str, Any]:
 
 def main() -> None:
     options = dict(a.removeprefix("--").split("=", 1) for a in sys.argv[1:] if a.startswith("--"))
-    programs, *paths = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
+    (programs,) = (Path(a) for a in sys.argv[1:] if not a.startswith("--"))
     model = Path(options.get("model", "samples/pycode-26m"))
     lines = Path(options.get("data", "samples/heldout.jsonl")).read_text(encoding="utf-8").splitlines()
     text = "".join(json.loads(line)["text"] for line in lines)[:CHARACTERS]
-    results: dict[str, Any] = {"qcompile": qcompile.__version__, "gguf": version("gguf"), "date": time.strftime("%F")}
-    results |= {"model": model.name, "exported": [], "read": []}
+    results: dict[str, Any] = {"gguf": version("gguf"), "llama.cpp": peer_version(programs), "model": model.name}
+    results |= {"exported": [], "read": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         given = folder / "text.txt"
@@ -92,8 +98,7 @@ def main() -> None:
             qcompile.build(file, out=artifact, recipe="f32")
             row = compared(kind, own_perplexity(artifact, text), peer_perplexity(programs, file, given))
             results["read"].append(row)
-        for path in paths:
-            path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_result(Path(options.get("out", RESULTS / "gguf_peers.json")), results)
     if any(abs(row["difference"]) > MOST_DIFFERENCE for row in results["exported"] + results["read"]):
         raise SystemExit(4)
 

@@ -15,7 +15,8 @@ trace: 256 requests of varied lengths (64 to 2,048 in, 64 to 512 out) arrive as 
 capacity of vLLM's first scheme, or of the engine itself without vLLM: milliseconds to the first and between tokens.
 
 --quick: fewer cases. --sequences: most requests at once; recurrent states take many bytes. --kernels: microseconds of
-each kernel of qcompile's decoding steps. Each engine has a process of its own, one after the other; vLLM is first.
+each kernel of qcompile's decoding steps. Each engine has a process of its own, one after the other; vLLM is first. If
+one fails, the others run, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def run_engine(job: dict[str, Any], path: str | None) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     if ended.returncode:
         found["error"] = f"exit code {ended.returncode}"
+        print(f"{job['engine']}:{job['scheme']} failed: {found['error']}", flush=True)
     return found
 
 
@@ -123,6 +125,11 @@ def main() -> None:
     results: dict[str, Any] = {**facts(), "models": {}}
     for model in models:
         measure(model, options, vllm, paths, results)
+    engines = [
+        side for found in results["models"].values() for name in ("vllm", "ours") for side in found[name].values()
+    ]
+    if any("error" in engine for engine in engines):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
