@@ -130,13 +130,13 @@ def build(  # parameters: the public interface, one keyword for each option
     dynamic batch and tokens (with max_position), or a raised Graph. `recipe` is the name of one, a TOML file, or the
     tables of such a file. `options` override its settings of passes, {"cache.format": "kv8"}; `head_dtype` overrides
     the output head (int8, bf16, f32). Each of `drafts`, a checkpoint (of the same tokenizer unless it is the only
-    draft) or, as the last one, `LOOKUP`, proposes tokens to the path
-    before it; the recipe's own drafts come first. `dump_ir` is a folder for all graphs as text and SVG. `calib` is the
-    text by which weights' codes are chosen (a file, token ids [samples, length], or a calibration.CalibrationSource).
-    If interrupted, the same build resumes. `check_passes` records each pass's change of the logits and seconds, on a
-    short text, in passes.json. `passes` run after `raise`, or where their text says ("module:Class@after=rotate").
-    `lora` are folders of adapters in PEFT's format to merge into the weights, "DIR=0.5" with a factor. Raises
-    QCompileError, without leaving a partial artifact, and TypeError for an argument that does not exist.
+    draft) or, as the last one, `LOOKUP`, proposes tokens to the path before it; the recipe's own drafts come first.
+    `dump_ir` is a folder for all graphs as text and SVG. `calib` is the text by which weights' codes are chosen (a
+    file, token ids [samples, length], or a calibration.CalibrationSource). If interrupted, the same build resumes.
+    `check_passes` records each pass's change of the logits and seconds, on a short text, in passes.json. `passes` run
+    after `raise`, or where their text says ("module:Class@after=rotate"). `lora` are folders of adapters in PEFT's
+    format to merge into the weights, "DIR=0.5" with a factor. Raises QCompileError, without leaving a partial artifact,
+    and TypeError for an argument that does not exist.
     """
     frontend.check_arguments(build, source)
     clock, machine = Clock(progress or silent), targets.get_target(target)
