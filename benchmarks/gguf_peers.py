@@ -68,6 +68,7 @@ def peer_version(programs: Path) -> str:
 
 
 def compared(name: str, ours: float, theirs: float) -> dict[str, Any]:
+    """A row of the results, which is printed as well: two perplexities, and their relative difference."""
     row = {"name": name, "qcompile": ours, "llama.cpp": theirs, "difference": ours / theirs - 1}
     print(f"{name:8} qcompile {ours:.4f}  llama.cpp {theirs:.4f}  {row['difference']:+.3%}", flush=True)
     return row

@@ -44,7 +44,7 @@ MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 def pytest_configure() -> None:
     """Each of the processes that share the tests takes cores of its own: teams of threads that spin do not share.
 
-    torch traces without its cache of fake tensors, which is a fourth faster for models of few layers.
+    torch traces without its cache of fake tensors, which costs more than it saves for models of few layers.
     """
     os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")  # read when torch._dynamo is imported
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
