@@ -579,6 +579,22 @@ class Serving(Answering):
         ),
     ] = None
     page: Annotated[bool, typer.Option("--page/--no-page", help="Whether / is a page to chat with the model.")] = True
+    replicas: Annotated[
+        int,
+        typer.Option(
+            "--replicas",
+            min=1,
+            max=256,
+            metavar="N",
+            help="Processes that each serve the whole model, behind one address. They divide the cores or GPUs.",
+        ),
+    ] = 1
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            "--drain-seconds", min=0, max=86400, metavar="S", help="Time for open answers to end after SIGTERM."
+        ),
+    ] = 5.0
 
     @property
     def limits(self) -> tuple[float, int, int]:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
-from qcompile.cli import console
-from qcompile.cli.models import opened
+from qcompile.cli import console, replicas
+from qcompile.cli.models import artifact_of, opened
 from qcompile.cli.options import Building, Json, Logging, ServedLoading, Serving, Source, command
+from qcompile.cli.serving import defaults_lines, served_options, sinks_of, url_of
 from qcompile.errors import ResourceError, UsageError
-
-if TYPE_CHECKING:
-    from qcompile.runtime.llm import LLM
-    from qcompile.runtime.server.exchanges import Sink
 
 
 @command
@@ -38,46 +32,43 @@ def serve(
       curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def main("}'
     """
     try:
+        from qcompile.runtime.chat import chat_template
         from qcompile.runtime.server import app, logs
     except ModuleNotFoundError as error:
         raise ResourceError(f"serving needs {error.name}: pip install 'qcompile[serve]'") from error
-    from qcompile.runtime.chat import chat_template
 
     keys = _api_keys(serving)
     logs.configure(logging.level, logging.form)
     say = logs.tell if logging.form == "json" else lambda text: console.log(f"qcompile: {text}")
+    limits = app.ConnectionLimits(*serving.limits)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
+    if serving.replicas > 1:
+        with app.bind(serving.host, serving.port) as listening:
+            loading.arguments()  # refuses wrong values before anything is built
+            artifact = artifact_of(out, building, loading.tensor_parallel_size)
+            named = replace(serving, name=serving.name or artifact.name)
+            given = replicas.Given(artifact.path, named, logging, loading, keys)
+            if replicas.serve(given, listening, url_of(listening.getsockname()), limits, say, json):
+                say("ended by SIGTERM")
+        return
     with (  # a port that is taken is refused before anything is built
         app.bind(serving.host, serving.port) as listening,
-        _traces(logging.traces) as traces,
+        sinks_of(logging) as sinks,
         opened(out, building, loading, max_batch=serving.max_batch) as (llm, artifact),
     ):
-        name, url = serving.name or artifact.name, _url(listening.getsockname())
+        name, url = serving.name or artifact.name, url_of(listening.getsockname())
 
         def ready() -> None:
             console.heed_interrupts()
             if json:
                 facts = {"context": llm.context, "max_batch": serving.max_batch}
                 console.print_json_line({"url": url, "model": name, **facts})
-            for line in _first_lines(llm, name, url):
+            for line in (*defaults_lines(llm), f"{name} answers at {url} (Ctrl-C ends)"):
                 say(line)
 
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
         template = chat_template(artifact.path, llm.manifest["files"])
-        served = app.Served(
-            llm,
-            name,
-            template,
-            keys,
-            serving.max_waiting,
-            serving.origins or (),
-            serving.tool_parser,
-            serving.reasoning_parser,
-            [*logs.sinks(), *traces(name)],
-            limits=app.ConnectionLimits(*serving.limits),
-            page=serving.page,
-            isolate_keys=serving.isolate_keys,
-        )
-        if app.serve(served, listening, ready):
+        options = {"sinks": sinks(name), "limits": limits, **served_options(serving)}
+        if app.serve(app.Served(llm, name, template, keys, **options), listening, ready):
             say("ended by SIGTERM")
 
 
@@ -88,34 +79,3 @@ def _api_keys(serving: Serving) -> list[str]:
     if not all(key.strip() for key in stated):
         raise UsageError("the API key is empty: give one, or unset --api-key and QCOMPILE_API_KEY to let everybody in")
     return keys
-
-
-def _first_lines(llm: LLM, name: str, url: str) -> Iterator[str]:
-    """What a server says when it begins to listen."""
-    if llm.sampling_defaults:
-        found = ", ".join(f"{option} {value}" for option, value in llm.sampling_defaults.items())
-        yield f"defaults of generation_config.json: {found} (--generation-config)"
-    yield f"{name} answers at {url} (Ctrl-C ends)"
-
-
-@contextmanager
-def _traces(endpoint: str | None) -> Iterator[Callable[[str], list[Sink]]]:
-    """Gives what sends traces of a model, by its name, to a collector; nothing without one. Raises QCompileError."""
-    if endpoint is None:
-        yield lambda model: []
-        return
-    try:
-        from qcompile.runtime.server.tracing import Tracing
-    except ModuleNotFoundError as error:
-        raise ResourceError(f"--otlp-endpoint needs {error.name}: pip install 'qcompile[otel]'") from error
-    tracing = Tracing(endpoint)
-    try:
-        yield lambda model: [partial(tracing.trace, model)]
-    finally:
-        tracing.close()
-
-
-def _url(address: Any) -> str:
-    """The URL of a socket address (host, port, ...)."""
-    host, port = address[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import secrets
-import signal
+import math
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -33,12 +31,14 @@ from qcompile.runtime.infill import infill_tokens
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server import answers, api
+from qcompile.runtime.server.access import admits, as_bytes, key_of
 from qcompile.runtime.server.asking import Asker, owner
+from qcompile.runtime.server.bodies import Bounded, most_bytes
 from qcompile.runtime.server.chat_api import ChatRequest
 from qcompile.runtime.server.chat_replies import ChatReply
 from qcompile.runtime.server.connections import DEFAULT_LIMITS, ConnectionLimits, limited_protocol
 from qcompile.runtime.server.embeddings import EmbeddingsRoute
-from qcompile.runtime.server.errors import add_error_handlers, refused
+from qcompile.runtime.server.errors import add_error_handlers
 from qcompile.runtime.server.exchanges import ExchangeRecorder, Sink
 from qcompile.runtime.server.messages.routes import MessagesRoutes
 from qcompile.runtime.server.metrics import Metrics
@@ -47,13 +47,12 @@ from qcompile.runtime.server.replies import CompletionReply, Echo, Reply
 from qcompile.runtime.server.responses.routes import ResponsesRoutes
 from qcompile.runtime.server.schema import add_schema, answered
 from qcompile.runtime.server.service import Service
+from qcompile.runtime.server.signals import SignalledServer
 from qcompile.runtime.server.structured import structure_field
 from qcompile.runtime.server.tokenization import DetokenizeRequest, TokenizeRequest
 
-MOST_BYTES, MOST_BYTES_A_TOKEN = 2 << 20, 16
-"""Largest request body: bytes, or bytes per token of the context if that is more. While a body is parsed, all other
-responses wait."""
-_DRAIN_SECONDS = 5  # for open responses to complete after the signal to end
+DRAIN_SECONDS = 5.0
+"""For open responses to complete after the signal to end, by default."""
 _LAST_SECONDS = 1  # then, to send all remaining clients the reason
 _SWITCH_SECONDS = 1e-3
 """How long a thread may keep Python's lock while another thread waits for it. A request's thread releases the lock for
@@ -63,8 +62,6 @@ _YOUNG_OBJECTS = 10_000
 it go through many of a model's objects, which are no garbage as long as the server runs: these are left out (frozen).
 """
 _IDLE_SECONDS = 75  # longer than proxies keep connections: a server that closes first may lose a request
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 _READ = ["GET", "HEAD"]
 _LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -77,7 +74,8 @@ class Served:
     origins: web pages whose scripts may read responses, as `https://example.org`; `*` stands for all. Pages of this
     machine may in any case. tool_parser, reasoning_parser: formats of replies by name; None for those that the template
     shows. sinks: what takes the records of all requests. limits: those of connections. page: whether `/` is a page to
-    chat with the model. isolate_keys: whether only requests with the same key share cached prefixes.
+    chat with the model. isolate_keys: whether only requests with the same key share cached prefixes. drain_seconds: how
+    long open responses may continue after the signal to end.
     """
 
     llm: LLM
@@ -92,12 +90,12 @@ class Served:
     limits: ConnectionLimits = DEFAULT_LIMITS
     page: bool = False
     isolate_keys: bool = False
+    drain_seconds: float = DRAIN_SECONDS
 
     @property
     def keys(self) -> list[bytes]:
         """The keys of which clients must send one; none lets everybody in."""
-        given = [self.api_key] if isinstance(self.api_key, str) else self.api_key or ()
-        return [key.encode() for key in given]
+        return as_bytes(self.api_key)
 
     def __post_init__(self) -> None:
         if self.name in self.llm.engine.adapters:
@@ -119,7 +117,8 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
     """
     served.dialogues()  # an unknown parser is refused before the model is lent
     service = Service(served.llm, served.max_waiting)
-    server = _Server(server_config(served, service, _DRAIN_SECONDS + _LAST_SECONDS), service, ready)
+    drain = served.drain_seconds
+    server = _Server(server_config(served, service, math.ceil(drain + _LAST_SECONDS)), service, ready, drain)
 
     def failed(error: BaseException) -> None:
         server.should_exit = True
@@ -169,27 +168,21 @@ def server_config(served: Served, service: Service, drain_seconds: int) -> uvico
     )
 
 
-class _Server(uvicorn.Server):
+class _Server(SignalledServer):
     """On shutdown, lets open responses continue for a while, then sends the remaining clients the reason of the end."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, ready: Callable[[], None], drain_seconds: float
+    ) -> None:
         super().__init__(config)
-        self._service, self._ready = service, ready
-        self.terminated = False  # by SIGTERM
+        self._service, self._ready, self._drain_seconds = service, ready, drain_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Heed a signal. SIGTERM is how services are ended: `run` returns, where other signals are raised again."""
-        if sig == signal.SIGTERM:
-            self.should_exit = self.terminated = True
-        else:
-            super().handle_exit(sig, frame)
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._service.end)
+        asyncio.get_running_loop().call_later(self._drain_seconds, self._service.end)
         await super().shutdown(sockets)
         self._service.end()  # after a second signal, uvicorn does not wait for responses
         if self.server_state.tasks:
@@ -217,7 +210,7 @@ def create_app(served: Served, service: Service) -> FastAPI:
         title="qcompile", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     handlers = _Handlers(served, service)
-    most = max(MOST_BYTES, MOST_BYTES_A_TOKEN * served.llm.context)
+    most = most_bytes(served.llm.context)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=served.origins,
@@ -226,7 +219,7 @@ def create_app(served: Served, service: Service) -> FastAPI:
         allow_headers=["*"],
         expose_headers=["Retry-After"],
     )
-    app.add_middleware(_Middleware, metrics=handlers.metrics, most=most)
+    app.add_middleware(Bounded, responded=handlers.metrics.responded, most=most)
     if served.sinks:
         app.add_middleware(ExchangeRecorder, sinks=served.sinks)
     _readable(app.router, "/health", handlers.health, answered(answers.HealthAnswer))
@@ -294,13 +287,8 @@ class _Handlers:
 
         With `isolate_keys`, the key's holder owns the request.
         """
-        keys = self._served.keys
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":  # names of schemes are case-insensitive
-            given = request.headers.get("x-api-key", "")
-        # The framework decodes headers as Latin-1, but keys are UTF-8.
-        sent = given.strip().encode("latin-1")
-        if keys and not sum(secrets.compare_digest(sent, key) for key in keys):  # a sum looks at each, in equal time
+        sent = key_of(request.headers)
+        if not admits(self._served.keys, sent):
             asked = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "wrong or missing API key: send `Authorization: Bearer KEY`", asked)
         if self._served.isolate_keys:
@@ -394,43 +382,3 @@ class _Handlers:
         if outputs is None:
             return Response(status_code=499)  # nobody reads it; proxies log this status for it
         return JSONResponse(reply.whole(outputs))
-
-
-class _Middleware:
-    """Middleware that counts responses, and refuses bodies of more than `most` bytes before they are held in memory."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]], metrics: Metrics, most: int) -> None:
-        self._app, self._metrics, self._most = app, metrics, most
-
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        announced = dict(scope["headers"]).get(b"content-length", b"")[:18]
-        length = int(announced) if announced.isdigit() else 0
-        read, started = 0, False
-
-        async def bounded() -> dict[str, Any]:
-            nonlocal read
-            if length <= self._most:  # a larger announced body is refused unread
-                message = await receive()
-                read += len(message.get("body", b""))
-            if max(length, read) > self._most:
-                raise HTTPException(413, f"the request is larger than {self._most:,} bytes")
-            return message
-
-        async def counted(message: Any) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                route = scope.get("route")
-                path = route.path if route else "other"  # arbitrary paths must not become labels
-                self._metrics.responded(path, message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, bounded, counted)
-        except asyncio.CancelledError:  # shutdown, while the client still sends or reads
-            if not started:
-                refusal = await refused(Request(scope), ResourceError("the server is closing"))
-                await refusal(scope, receive, counted)

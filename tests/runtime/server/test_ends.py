@@ -29,7 +29,6 @@ def test_who_still_waits_is_told_that_the_server_is_closing(
     made: list[Any] = []
     kind = app._Server
     monkeypatch.setattr(app, "_Server", lambda *given: made.append(kind(*given)) or made[0])
-    monkeypatch.setattr(app, "_DRAIN_SECONDS", 60 if impatient else 0.2)
     monkeypatch.setattr(app, "_LAST_SECONDS", 0.5)
     listening = app.bind("127.0.0.1", 0)
     port = listening.getsockname()[1]
@@ -39,7 +38,9 @@ def test_who_still_waits_is_told_that_the_server_is_closing(
         ThreadPoolExecutor(3) as pool,
         socket.create_connection(("127.0.0.1", port)) as stalled,
     ):
-        thread = threading.Thread(target=app.serve, args=(app.Served(llm, "tiny"), listening))
+        thread = threading.Thread(
+            target=app.serve, args=(app.Served(llm, "tiny", drain_seconds=60 if impatient else 0.2), listening)
+        )
         thread.start()
         client = Client(port, None)  # type: ignore[arg-type]
         stream = pool.submit(lambda: client.open("/v1/completions", LONG | {"stream": True}).read())

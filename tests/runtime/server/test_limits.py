@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.server import app
+from qcompile.runtime.server import bodies
 from tests.runtime.server.test_server import Client, serving
 from tests.support.fake import CONTEXT, byte_tokenizer, fake_llm
 
@@ -51,7 +51,7 @@ def padded(size: int) -> bytes:
 @pytest.mark.parametrize("a_token", [16, 4096])
 def test_bodies_may_be_as_long_as_the_context_asks_for(llm: LLM, a_token: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two MiB, or so many bytes for each of its tokens where that is more."""
-    monkeypatch.setattr(app, "MOST_BYTES_A_TOKEN", a_token)
+    monkeypatch.setattr(bodies, "MOST_BYTES_A_TOKEN", a_token)
     most = max(2 << 20, a_token * CONTEXT)
     with serving(llm) as client:
         assert client.ask("/v1/completions", padded(most))[0] == 200
