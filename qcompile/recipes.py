@@ -120,6 +120,14 @@ RECIPES = {
         ),
         Recipe("w4a8", "4-bit weights in groups of 128, 8-bit activations", "w4_asym_g128", "int8", "kv16"),
         Recipe(
+            "w4a16-g32",
+            "4-bit weights in groups of 32, bfloat16 activations (CPUs)",
+            *("w4_asym_g32", "bf16", "kv16"),
+            extra=(("calibrate", "descent", 4),),
+        ),
+        Recipe("w4a8-g32", "4-bit weights in groups of 32, 8-bit activations (CPUs)", "w4_asym_g32", "int8", "kv16"),
+        Recipe("w8a8-g32", "8-bit weights in groups of 32, 8-bit activations (CPUs)", "w8_sym_g32", "int8", "kv16"),
+        Recipe(
             "qserve",
             "QServe's W4A8KV4 with two-level groups of 128",
             "qoq_g128",

@@ -21,10 +21,14 @@ _QUICK_BYTES_PER_CORE = 1 << 29
 """Weights that a core reads several times in a second, so that text comes faster than one reads it."""
 _SHARE = 2
 """Weights take at most half of the memory; the rest is for the cache, and for other programs."""
-_KEEPING = {"mxfp4": "mxfp4", "awq": "w4a8", "gptq": "w4a8"}
-"""The recipe that keeps the numbers of a checkpoint that is quantized already, by its `quant_method`."""
-_KEEPING_PACKED = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "pack-quantized": "w4a8", "int-quantized": "w8a8"}
-"""The same, by the format of compressed-tensors."""
+_KEEPING = {"mxfp4": "mxfp4", "nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
+"""The recipe that keeps the numbers of a checkpoint that is quantized already, by `quant_method`, or by the format of
+compressed-tensors."""
+_INTEGERS = ("awq", "gptq", "pack-quantized", "int-quantized")
+"""The same: those whose weights are integers."""
+_KEEPING_INTEGERS = {4: "w4a8", 8: "w8a8"}
+"""The recipe that keeps integers of so many bits: in groups of 128 inputs for 4 bits, per channel for 8."""
+_SMALL_GROUP, _GROUP = 32, 128
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def this_machine(device: str) -> Machine:
 def fit(machine: Machine, directory: Path) -> Fit:
     """The target and the recipe for the checkpoint in `directory`."""
     target = machine.gpu_target or "cpu"
-    if kept := _keeping(directory):
+    if kept := _keeping(directory, bool(machine.gpu)):
         return Fit(target, kept, "it keeps the numbers of a checkpoint that is quantized already")
     weights = count_weights(directory)
     if not weights:
@@ -111,18 +115,32 @@ def _gpu() -> tuple[str, str, int]:
     return found.name, (named or alike)[0].name, found.memory()[1]
 
 
-def _keeping(directory: Path) -> str | None:
+def _keeping(directory: Path, gpu: bool) -> str | None:
     """The recipe that keeps the checkpoint's own quantized numbers, if it has such numbers and there is one."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
         stored: Any = config.get("quantization_config") or config.get("compression_config") or {}
-        method, packing = str(stored.get("quant_method")), str(stored.get("format"))
-        bits = stored.get("bits", 4)
-    except (OSError, ValueError, AttributeError, RecursionError):
+        method = str(stored["format" if stored.get("quant_method") == "compressed-tensors" else "quant_method"])
+        if method in _KEEPING:
+            return _KEEPING[method]
+        return _keeping_integers(stored, gpu) if method in _INTEGERS else None
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None  # the build reports what is wrong with it
-    if method == "compressed-tensors":
-        return next((recipe for start, recipe in _KEEPING_PACKED.items() if packing.startswith(start)), None)
-    return _KEEPING.get(method) if bits == 4 else None
+
+
+def _keeping_integers(stored: dict[str, Any], gpu: bool) -> str | None:
+    """The same of weights that are integers. stored: the checkpoint's own description of them."""
+    groups = stored.get("config_groups")
+    weights = next(iter(groups.values()))["weights"] if groups else stored
+    bits = int(weights.get("bits", weights.get("num_bits", 4)))
+    group = int(weights.get("group_size") or -1)
+    if bits == 8 and not weights.get("symmetric", weights.get("sym", False)):
+        return None
+    if group < 0 or (bits == 4 and group % _GROUP == 0):
+        return _KEEPING_INTEGERS.get(bits)
+    if group % _SMALL_GROUP or gpu or bits not in _KEEPING_INTEGERS:
+        return None
+    return f"{_KEEPING_INTEGERS[bits]}-g{_SMALL_GROUP}"
 
 
 def count_weights(directory: Path) -> int:

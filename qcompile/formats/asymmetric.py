@@ -1,15 +1,18 @@
-"""w4_asym_g128: asymmetric 4-bit integers with a scale and a zero point per 128 inputs (AWQ; MixLLM 3.1)."""
+"""Asymmetric 4-bit integers with a scale and a zero point per group of inputs (AWQ; MixLLM 3.1).
+
+w4_asym_g128 has groups of 128 inputs, w4_asym_g64 and w4_asym_g32 smaller ones (on CPUs).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from qcompile.formats.activations import BF16, INTEGERS
 from qcompile.formats.blocks import NIBBLES
-from qcompile.formats.gpu import GpuKernel, GpuPacking, GpuSupport, GpuWords
+from qcompile.formats.gpu import NO_GPU, GpuKernel, GpuPacking, GpuSupport, GpuWords
 from qcompile.formats.rounding import Parts, asymmetric, by_group, spread
 from qcompile.formats.weight import (
     CODES,
@@ -20,6 +23,7 @@ from qcompile.formats.weight import (
     WeightFormat,
     positive,
     ranges,
+    small_groups,
 )
 
 
@@ -81,4 +85,8 @@ W4_ASYM_G128 = AsymmetricGroups(
     ratios=FINE_RATIOS,
     source="AWQ; MixLLM 3.1",
     gpu=GpuSupport(_GPU_KERNELS),
+)
+W4_ASYM_G64, W4_ASYM_G32 = (
+    replace(W4_ASYM_G128, name=f"w4_asym_g{group}", source="ONNX Runtime; GPTQ", gpu=NO_GPU, **small_groups(group))
+    for group in (64, 32)
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qcompile.errors import UnsupportedError, UsageError, shown, suggestion
 from qcompile.formats.activations import activation_format
-from qcompile.formats.asymmetric import W4_ASYM_G128
+from qcompile.formats.asymmetric import W4_ASYM_G32, W4_ASYM_G64, W4_ASYM_G128
 from qcompile.formats.floats import BF16, F32
 from qcompile.formats.gpu import GpuKernel, GpuPacking
 from qcompile.formats.mixed import MIX_4_8
@@ -12,13 +12,16 @@ from qcompile.formats.mxfp4 import MXFP4
 from qcompile.formats.nested import NESTED_4, NESTED_8_4
 from qcompile.formats.nvfp4 import NVFP4
 from qcompile.formats.qoq import QOQ_CHANNEL, QOQ_G128
-from qcompile.formats.symmetric import W8_SYM_CHANNEL
+from qcompile.formats.symmetric import W8_SYM_CHANNEL, W8_SYM_G32, W8_SYM_G64, W8_SYM_G128
 from qcompile.formats.weight import WeightFormat
 from qcompile.plugins.entries import PluginEntry, entries
 
 STORED_FORMATS: dict[str, WeightFormat] = {
     format.name: format
-    for format in (F32, BF16, W8_SYM_CHANNEL, W4_ASYM_G128, QOQ_G128, QOQ_CHANNEL, MXFP4, NVFP4, NESTED_8_4, MIX_4_8)
+    for format in (
+        *(F32, BF16, W8_SYM_CHANNEL, W8_SYM_G32, W8_SYM_G64, W8_SYM_G128, W4_ASYM_G128, W4_ASYM_G64, W4_ASYM_G32),
+        *(QOQ_G128, QOQ_CHANNEL, MXFP4, NVFP4, NESTED_8_4, MIX_4_8),
+    )
 }
 """Formats that tensors of an artifact can have."""
 WEIGHT_FORMATS: dict[str, WeightFormat] = {**STORED_FORMATS, NESTED_4.name: NESTED_4}

@@ -12,13 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import ActivationFormat
-from qcompile.formats.blocks import CodeLayout, as_blob, blob_bytes, pack_side, side_bytes, unpack_side
+from qcompile.formats.blocks import K_BLOCK, CodeLayout, as_blob, blob_bytes, pack_side, side_bytes, unpack_side
 from qcompile.formats.gpu import NO_GPU, GpuSupport
 from qcompile.formats.rounding import Parts, Shape, by_group, groups_of
 
@@ -279,3 +280,8 @@ def ranges(w: Tensor, group: int, ratio: Tensor | float) -> tuple[Tensor, Tensor
 def positive(step: Tensor) -> Tensor:
     """Steps, with 1 for those that are 0."""
     return torch.where(step > 0, step, torch.ones_like(step))
+
+
+def small_groups(group: int) -> dict[str, Any]:
+    """The fields of formats with kernels of gemm_groups.h: a sum of activations for every 32 inputs, any `group`."""
+    return {"group": group, "sum_group": K_BLOCK, "cpu_headers": ("gemm_groups.h",)}

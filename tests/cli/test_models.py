@@ -244,6 +244,28 @@ def checkpoint(folder: Path, weights: int, config: dict[str, Any]) -> Path:
         (9, 2, GIB, 0, {"quantization_config": {"quant_method": "mxfp4"}}, ("cpu", "mxfp4", "keeps the numbers")),
         (9, 2, GIB, 0, {"quantization_config": {"quant_method": "gptq", "bits": 8}}, ("cpu", "w8a8", "lose least")),
         (9, 2, GIB, 0, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, ("cpu", "w4a8", "keeps")),
+        *(
+            (9, 2, GIB, gpu, {"quantization_config": {"quant_method": "gptq", **said}}, (*found, ""))
+            for gpu, said, found in (
+                (0, {"bits": 4, "group_size": 64}, ("cpu", "w4a8-g32")),
+                (80 * GIB, {"bits": 4, "group_size": 64}, ("h100", "w8a8")),  # which has no kernels for these groups
+                (80 * GIB, {"bits": 4, "group_size": 128}, ("h100", "w4a8")),
+                (0, {"bits": 8, "group_size": 32, "sym": True}, ("cpu", "w8a8-g32")),
+                (0, {"bits": 8, "group_size": 32, "sym": False}, ("cpu", "w8a8")),
+                (0, {"bits": 3, "group_size": 32}, ("cpu", "w8a8")),
+                (0, {"bits": "many"}, ("cpu", "w8a8")),
+            )
+        ),
+        (
+            *(9, 2, GIB, 0),
+            {
+                "quantization_config": {
+                    **{"quant_method": "compressed-tensors", "format": "pack-quantized"},
+                    "config_groups": {"a": {"weights": {"num_bits": 8, "symmetric": True, "group_size": 32}}},
+                }
+            },
+            ("cpu", "w8a8-g32", "keeps"),
+        ),
         (
             *(9, 2, GIB, 0),
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}},

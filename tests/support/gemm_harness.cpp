@@ -1,6 +1,7 @@
 // gemm_harness.cpp: the GEMM kernels behind one C function, for tests (ctypes) and benchmarks.
 #include "gemm.h"
 
+#include "gemm_groups.h"
 #include "gemm_nvfp4.h"
 #include "penalties.h"
 #include "report.h"
@@ -78,6 +79,14 @@ int harness_gemm(int format, const Gemm* g, const void* x, const Q8Act* q, int t
     case 17: gemm_nvfp4(*g, *q, worker); return 0;
     case 18: gemm_nvfp4_x128(*g, *q, worker); return 0;
     case 19: gemm_nvfp4_bf16(*g, (const uint16_t*)x, worker); return 0;
+    case 20: gemm_w4_asym_g32(*g, *q, worker); return 0;
+    case 21: gemm_w4_asym_g64(*g, *q, worker); return 0;
+    case 22: gemm_w8_sym_g32(*g, *q, worker); return 0;
+    case 23: gemm_w8_sym_g128(*g, *q, worker); return 0;
+    case 24: gemm_w4_asym_g32_x128(*g, *q, worker); return 0;
+    case 25: gemm_w8_sym_g64_x128(*g, *q, worker); return 0;
+    case 26: gemm_w4_asym_g32_bf16(*g, (const uint16_t*)x, worker); return 0;
+    case 27: gemm_w4_asym_g64_bf16(*g, (const uint16_t*)x, worker); return 0;
   }
   return 1;
 }

@@ -87,17 +87,20 @@ struct FloatFormat {
 using F32 = FloatFormat<F32Codes>;
 using Bf16 = FloatFormat<Bf16Codes>;
 
-// w4_asym_g128 with bfloat16 activations: y = sum_g s (sum((q + offset) x) - (z + offset) sum(x)), where q + offset is
-// exact in bfloat16. The offset makes unpacking cheap; it costs a few units in the last place of the float sum.
-struct W4AsymG128Bf16 {
+// Asymmetric 4-bit weights in groups of `Chunks` * 32 inputs, with bfloat16 activations: y = sum_g s (sum((q + offset) x)
+// - (z + offset) sum(x)), where q + offset is exact in bfloat16. The offset makes unpacking cheap; it costs a few units
+// in the last place of the float sum.
+template <int Chunks>
+struct W4AsymBf16 {
   using X = const uint16_t*;
   struct Tile {
     const BfX* x;
     const float* sums;  // [groups][M]
   };
+  static constexpr int kGroup = Chunks * 32;  // inputs
   static constexpr int kTile = kSmallTile;  // three accumulators per token, so fewer tokens fit the registers
   static constexpr int kStreamFrom = kNever, kPanelFrom = 48, kPanelLeast = kTile;
-  static size_t tile_bytes(int kp, int count) { return (sizeof(BfX) * kp + (kp + 127) / 128 * 4) * count + 64; }
+  static size_t tile_bytes(int kp, int count) { return (sizeof(BfX) * kp + (kp + kGroup - 1) / kGroup * 4) * count + 64; }
   static size_t panel_bytes(int kp) { return (size_t)kp / 8 * sizeof(W4Bf) * 2; }
   template <TileKind>
   static Tile prepare(const Gemm& g, X x, int first, int count, char*& mem) {
@@ -108,11 +111,11 @@ struct W4AsymG128Bf16 {
   template <class Filter>
   static const float* sums(int kp, X x, int first, int count, char*& mem, const Filter& flush_tiny) {
     float* to = (float*)mem;
-    const int groups = (kp + 127) / 128;
+    const int groups = (kp + kGroup - 1) / kGroup;
     for (int i = 0; i < groups * count; ++i) {
-      const int group = i / count, end = kp < group * 128 + 128 ? kp : group * 128 + 128;
+      const int group = i / count, end = kp < (group + 1) * kGroup ? kp : (group + 1) * kGroup;
       f32x16 sum = splat(0.0f);
-      for (int k = group * 128; k < end; k += 16)
+      for (int k = group * kGroup; k < end; k += 16)
         sum += bf16_to_f32(flush_tiny(load<u16x16>(x + (int64_t)(first + i % count) * kp + k)));
       to[i] = reduce_add(sum);
     }
@@ -127,7 +130,7 @@ struct W4AsymG128Bf16 {
     const W4Bf* panel;    // [kp/8], replaces codes and zero where unpacked
   };
   static Block block(const Gemm& g, int b) {
-    const int64_t chunks = gemm_kp(g.k) / 32, at = b * ((chunks + 3) / 4) * 16;
+    const int64_t chunks = gemm_kp(g.k) / 32, at = b * ((chunks + Chunks - 1) / Chunks) * 16;
     return {(const uint8_t*)g.codes + b * chunks * 256, g.scale + at, g.zero + at, nullptr};
   }
   template <bool Panel, int B, int M>
@@ -136,11 +139,11 @@ struct W4AsymG128Bf16 {
     const BfX* x = tile.x;
     F16 acc[B * M];
     QC_UNROLL for (int i = 0; i < B * M; ++i) acc[i] = f_set(0.0f);
-    for (int g = 0; chunks > 0; ++g, chunks -= 4) {
+    for (int g = 0; chunks > 0; ++g, chunks -= Chunks) {
       F16 first[B * M], second[B * M];
       QC_UNROLL for (int i = 0; i < B * M; ++i) first[i] = second[i] = f_set(0.0f);
       const int64_t ahead = kPrefetchBytes + (chunks * 256 <= kPrefetchBytes ? skip : 0);
-      for (int c = chunks < 4 ? chunks : 4; c; --c, x += M * 32) {
+      for (int c = chunks < Chunks ? chunks : Chunks; c; --c, x += M * 32) {
         QC_UNROLL for (int l = 0; l < 4; ++l) QC_UNROLL for (int b = 0; b < B; ++b) {
           if (!Panel) __builtin_prefetch(w[b].codes + l * 64 + ahead, 0, 2);
           const W4Bf v = Panel ? w[b].panel[l] : w4_unpack(b_load(w[b].codes + l * 64));
@@ -192,3 +195,4 @@ struct W4AsymG128Bf16 {
     }
   }
 };
+using W4AsymG128Bf16 = W4AsymBf16<4>;

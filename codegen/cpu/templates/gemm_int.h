@@ -229,7 +229,9 @@ struct MxRule : GroupRule {
     QC_UNROLL for (int m = 0; m < M; ++m) acc[m] = f_add(acc[m], f_sub(f_bits(i_add(part[m], e)), base));
   }
 };
-struct MxRuleX128 : MxRule {  // y = sum_g xs sum_b 2^(e-128) sum(c x), with four b per g
+// Rules of one chunk with an activation scale per 128 inputs: the sum of four chunks is multiplied by it.
+template <class Base>
+struct JoinedRule : Base {  // y = sum_g xs (what Base makes of the four chunks of g)
   static constexpr bool kX128 = true;
   static constexpr int kJoin = 4;
   struct Acc {
@@ -240,7 +242,7 @@ struct MxRuleX128 : MxRule {  // y = sum_g xs sum_b 2^(e-128) sum(c x), with fou
   QC_INLINE void finish(Acc* acc, const I16* part, const IntBlock& w, int g, const float* xs) {
     F16 group[M];
     QC_UNROLL for (int m = 0; m < M; ++m) group[m] = acc[m].group;
-    MxRule::finish<M>(group, part, w, g, xs);
+    Base::template finish<M>(group, part, w, g, xs);
     QC_UNROLL for (int m = 0; m < M; ++m) acc[m].group = group[m];
   }
   template <int M>
@@ -250,6 +252,7 @@ struct MxRuleX128 : MxRule {  // y = sum_g xs sum_b 2^(e-128) sum(c x), with fou
   }
   QC_INLINE F16 result(Acc acc, const IntBlock&, float) { return acc.total; }
 };
+using MxRuleX128 = JoinedRule<MxRule>;
 
 // Software prefetch covers one line in this many, so that memory never idles while M tokens are multiplied. (Measured
 // on Zen 4: up to 5 dot products per line, the hardware prefetcher does the rest better than more prefetches would.)

@@ -330,6 +330,51 @@ def test_four_bits_stay_what_they_are(least: int, top: int, dtype: torch.dtype) 
         assert torch.equal(again(w[:, :600]), w[:, :600])
 
 
+@pytest.mark.parametrize("format", ["w4_asym_g64", "w4_asym_g32", "w8_sym_g128", "w8_sym_g64", "w8_sym_g32"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_groups_stay_what_they_are(format: str, dtype: torch.dtype) -> None:
+    """Whichever codes are in use, of a width that fills no group, too: as of Q4_0 and Q8_0, AWQ and GPTQ."""
+    torch.manual_seed(0)
+    rounding = weight_format(format)
+    ranges = ((0, 15), (1, 15), (4, 11)) if rounding.bits == 4 else ((-127, 127), (-128, 127), (-128, 3), (-40, 90))
+    for least, top in ranges:
+        codes = torch.randint(least, top + 1, (100, 4, rounding.group))
+        zeros = torch.randint(least, top + 1, (100, 4, 1)) if rounding.bits == 4 else 0
+        w = ((codes - zeros) * (torch.rand(100, 4, 1) / 100 + 1e-4).to(dtype).float()).flatten(1)
+        for kept in (w, w[:, : 3 * rounding.group + 5]):
+            assert torch.equal(rounding.dequantize(rounding.quantize(kept), kept.shape[1]), kept)
+
+
+def test_eight_bits_in_groups_are_otherwise_rounded_to_nearest() -> None:
+    torch.manual_seed(0)
+    w, format = torch.randn(300, 64), weight_format("w8_sym_g32")
+    steps = w.view(300, 2, 32).abs().amax(2, keepdim=True) / 127
+    expected = ((w.view(300, 2, 32) / steps).round() * steps).flatten(1)
+    assert torch.equal(format.dequantize(format.quantize(w), 64), expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "way"),
+    [
+        ("w4a16-g32", awq),
+        ("w4a8-g32", gptq),
+        ("w4a16-g32", compressed),
+        ("w8a8-g32", lambda t: gptq(t, 32, bits=8, symmetric=True)),
+        ("w8a8-g32", lambda t: compressed(t, bits=8)),
+    ],
+)
+def test_recipes_of_small_groups_keep_the_numbers(
+    models: dict[str, tuple[Path, Tensors]], tmp_path: Path, recipe: str, way: Callable[[Tensors], Written]
+) -> None:
+    path, _ = both(models, tmp_path, "llama", way)
+    graph = pipeline.plan(path, recipe=recipe).graphs[-1]
+    kept = [node for node in graph.calls("quantize_weight") if str(node.args[1]).endswith("_g32")]
+    assert len(kept) >= 4
+    for node in kept:
+        w = graph.evaluate(node.all_input_nodes[0])
+        assert torch.equal(weight_format(str(node.args[1])).dequantize(graph.evaluate(node), w.shape[1]), w)
+
+
 @pytest.mark.parametrize("recipe", ["w4a16", "w4a8", "qspec", "nested"])
 def test_recipes_of_four_bits_keep_the_numbers(
     models: dict[str, tuple[Path, Tensors]], tmp_path: Path, recipe: str

@@ -25,9 +25,14 @@ FORMATS = [
     "w8_sym_channel_x128", "w4_asym_g128_x128", "qoq_g128_x128", "qoq_channel_x128", "mxfp4_x128",
     "nested_8_4", "nested_8_4_x128", "mix_4_8", "mix_4_8_x128",
     "nvfp4", "nvfp4_x128", "nvfp4_bf16",
+    "w4_asym_g32", "w4_asym_g64", "w8_sym_g32", "w8_sym_g128", "w4_asym_g32_x128", "w8_sym_g64_x128",
+    "w4_asym_g32_bf16", "w4_asym_g64_bf16",
 ]  # fmt: skip
-INT_FORMATS = FORMATS[3:-1]
+FLOAT_FORMATS = ["f32", *(fmt for fmt in FORMATS if fmt.endswith("bf16"))]
+INT_FORMATS = [fmt for fmt in FORMATS if fmt not in FLOAT_FORMATS]
+SMALL_GROUPS = {"w4_asym_g32": 32, "w4_asym_g64": 64, "w8_sym_g32": 32, "w8_sym_g64": 64, "w8_sym_g128": 128}
 SUMS = {"mxfp4": 32, "nvfp4": 32, "w4_asym_g128": 128, "qoq_g128": 128, "nested_8_4": 128, "mix_4_8": 128}
+SUMS |= dict.fromkeys(SMALL_GROUPS, 32)
 STORE, ADD, GATED, LOGITS = range(4)
 
 
@@ -76,8 +81,15 @@ def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -
     fmt = fmt.removesuffix("_x128")
     if fmt.startswith("nvfp4"):
         return random_nvfp4(rows, kp, k, rng)
-    groups = ceil_to(kp, 128) // 128
-    group_of = np.arange(kp) // 128
+    size = SMALL_GROUPS.get(fmt.removesuffix("_bf16"), 128)
+    groups = ceil_to(kp, size) // size
+    group_of = np.arange(kp) // size
+    if fmt.startswith("w8_sym_g"):
+        q = rng.integers(-128, 128, (rows, kp))
+        q[:2] = [[127], [-128]]
+        scales = rng.uniform(0.5, 2, (rows, groups)).astype(np.float32)
+        buffers = {"codes": pack_inputs((q + 128).astype(np.uint8), 4), "scale": blocks(scales)}
+        return Weight(buffers, q * scales[:, group_of].astype(float))
     if fmt in ("f32", "bf16"):
         w = rng.standard_normal((rows, kp)).astype(np.float32)
         w[:, k:] = 0
@@ -267,8 +279,9 @@ def tolerance(fmt: str, act: Activation, weight: Weight, n: int) -> np.ndarray:
     magnitude = np.abs(act.value) @ np.abs(weight.value[:n]).T
     if fmt.startswith("nvfp4_x") or fmt == "nvfp4":
         return 8 * np.sqrt(act.value.shape[1] / 16) * 2.0**-24 * magnitude
-    additions = act.value.shape[1] / 32 if fmt.startswith("mxfp4") else 2.0 + act.value.shape[1] / 128
-    if fmt in ("f32", "bf16", "w4_asym_g128_bf16", "nvfp4_bf16"):
+    by_chunk = fmt.startswith("mxfp4") or fmt.removesuffix("_x128") in SMALL_GROUPS
+    additions = act.value.shape[1] / 32 if by_chunk else 2.0 + act.value.shape[1] / 128
+    if fmt in FLOAT_FORMATS:
         additions = act.value.shape[1]
     return 4 * np.sqrt(additions) * 2.0**-24 * magnitude
 
@@ -348,7 +361,7 @@ def test_scales_that_are_no_normal_numbers(harness: Callable[[str], ctypes.CDLL]
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("fmt", ["bf16", "w4_asym_g128_bf16"])
+@pytest.mark.parametrize("fmt", ["bf16", "w4_asym_g128_bf16", "w4_asym_g32_bf16"])
 def test_tiny_activations_do_not_depend_on_the_kernel(
     harness: Callable[[str], ctypes.CDLL], isa: str, fmt: str
 ) -> None:
