@@ -67,12 +67,18 @@ def random_model(kind: str, settings: Settings, seed: int = 0) -> Any:
     module = auto_class(kind).from_config(AutoConfig.for_model(kind, **settings), dtype=torch.float32)
     with torch.no_grad():
         for parameter in module.parameters():
-            flat = parameter.dim() < 2
-            parameter.normal_(0.5 if flat else 0.0, 0.3 if flat else parameter.shape[-1] ** -0.5)
+            flat, size = parameter.dim() < 2, _own_size(parameter)
+            parameter.normal_(0.5 * size if flat else 0.0, 0.3 * size if flat else parameter.shape[-1] ** -0.5)
         for part in module.modules():  # transformers sets these rows to zero when it loads some types
             if isinstance(part, torch.nn.Embedding) and part.padding_idx is not None:
                 part.weight[part.padding_idx] = 0.0
     return module
+
+
+def _own_size(parameter: Tensor) -> float:
+    """The number below 1 that a type gives to all of a parameter and divides by later (as nGPT does), or 1."""
+    first = parameter.flatten()[0].abs().item()
+    return first if 0 < first < 1 and bool((parameter.abs() == first).all()) else 1.0
 
 
 def save_random(kind: str, settings: Settings, path: Path, seed: int = 0) -> Any:

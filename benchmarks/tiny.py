@@ -92,6 +92,10 @@ EXCEPTIONS: dict[str, Settings] = {
         **{"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2, "num_experts_per_tok": CHOSEN},
         **{"n_group": 1, "topk_group": 1},
     },
+    "dory": {  # its own list counts attention and MLP as two layers
+        **{"num_hidden_layers": 8, "n_input_layers": 2, "n_recurrent_layers": 4, "n_output_layers": 2},
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+    },
     "dots3_note_audio_encoder": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
     "dots3_note_text": {"head_dim": HEAD + 16},
     "dots3_note_vision_encoder": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
@@ -119,6 +123,11 @@ EXCEPTIONS: dict[str, Settings] = {
     "granitemoehybrid": HYBRID,
     "hunyuan_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [HEAD // 8] * 4}
+    },
+    "inkling2_loop_text": {
+        **{"unpadded_vocab_size": VOCABULARY, "num_hidden_layers": 4, "n_layers_per_attn_res_block": 1},
+        **{"loop_layer_index_start": 1, "loop_layer_index_end": 3},
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
     },
     "jetmoe": {"pad_token_id": None},  # its embedding would be 0, and all experts as good for it
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},

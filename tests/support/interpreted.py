@@ -89,6 +89,7 @@ def parse_templates() -> None:
 
 def hasten() -> None:
     """Leave out what takes the interpreter three quarters of its time and finds nothing in our kernels."""
+    import numpy as np
     from triton import language
     from triton.runtime import interpreter
 
@@ -104,6 +105,15 @@ def hasten() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, type: Any, one: Any) -> Any:
+        # That of Triton 3.9 makes integers of the outcome of a comparison, which its loads refuse as a mask.
+        if one.data.dtype != bool:
+            return splat(self, type, one)
+        return interpreter.TensorHandle(np.full(type.shape, one.data, bool), language.int1)
+
+    interpreter.InterpreterBuilder.create_splat = create_splat
     # The interpreter puts functions of its own into Triton's language at each launch and at each call of a function
     # inside of one. Here they are put there once, and stay.
     seen = {"tl": language, "core": language.core}
