@@ -8,7 +8,7 @@ the power of two that the recipe chooses for the group.
 - `fp8` and `modelopt`: see fp8.py.
 - `mxfp4` (gpt-oss): NAME_blocks uint8 [experts, outputs, groups, 16], the earlier of two inputs in the low half, and
   NAME_scales, E8M0 [experts, outputs, groups]; together NAME [experts, inputs, outputs].
-- `awq`, `gptq` and `compressed-tensors`: see awq.py, gptq.py and compressed.py.
+- `awq`, `gptq`, `compressed-tensors` and `bitsandbytes`: see the files of these names.
 - `gguf`: the folder of a GGUF file, see checkpoints/gguf.
 """
 
@@ -25,6 +25,7 @@ from qcompile.checkpoints.checkpoint import Checkpoint, StoredCheckpoint, read_j
 from qcompile.checkpoints.gguf.files import METHOD
 from qcompile.checkpoints.gguf.tensors import GgufCheckpoint
 from qcompile.checkpoints.stored.awq import awq
+from qcompile.checkpoints.stored.bitsandbytes import bitsandbytes
 from qcompile.checkpoints.stored.compressed import compressed_tensors
 from qcompile.checkpoints.stored.fp8 import BLOCK_FACTORS, FACTOR, fp8, modelopt
 from qcompile.checkpoints.stored.gptq import gptq
@@ -118,5 +119,6 @@ _READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "awq": awq,
     "gptq": gptq,
     "compressed-tensors": compressed_tensors,
+    "bitsandbytes": bitsandbytes,
     METHOD: lambda quantization: lambda checkpoint: None,
 }
