@@ -123,6 +123,8 @@ def _keeping(directory: Path, gpu: bool) -> str | None:
         method = str(stored["format" if stored.get("quant_method") == "compressed-tensors" else "quant_method"])
         if method in _KEEPING:
             return _KEEPING[method]
+        if method == "modelopt" and str(stored.get("quantization", stored)["quant_algo"]).lower() == "nvfp4":
+            return "nvfp4"
         if method == "bitsandbytes" and stored.get("load_in_8bit"):
             return _KEEPING_INTEGERS[8]
         return _keeping_integers(stored, gpu) if method in _INTEGERS else None

@@ -249,6 +249,10 @@ def checkpoint(folder: Path, weights: int, config: dict[str, Any]) -> Path:
             for said, why in (("load_in_8bit", "keeps"), ("load_in_4bit", "lose least"))
         ),
         *(
+            (9, 2, GIB, 0, {"quantization_config": {"quant_method": "modelopt", "quant_algo": said}}, ("cpu", *found))
+            for said, found in (("NVFP4", ("nvfp4", "keeps")), ("FP8", ("w8a8", "lose least")))
+        ),
+        *(
             (9, 2, GIB, gpu, {"quantization_config": {"quant_method": "gptq", **said}}, (*found, ""))
             for gpu, said, found in (
                 (0, {"bits": 4, "group_size": 64}, ("cpu", "w4a8-g32")),

@@ -36,9 +36,11 @@ from qcompile.checkpoints.stored.groups import (
     Find,
     Groups,
     dequantize,
+    e2m1_shape,
     forget,
     from_fp8,
     groups_of,
+    nibbles,
     one_of,
     require,
     require_none_left,
@@ -234,7 +236,7 @@ def _add_nvfp4(checkpoint: StoredCheckpoint, name: str) -> None:
 
     The scale of activations that may be stored beside them rounds activations, which the recipe decides.
     """
-    outputs, inputs = _e2m1_shape(checkpoint, name, NVFP4.group, torch.float8_e4m3fn)
+    outputs, inputs = e2m1_shape(checkpoint, name, f"{name}_packed", NVFP4.group, torch.float8_e4m3fn)
     total = checkpoint.entries.get(f"{name}_global_scale")
     require(checkpoint, f"{name}_global_scale", () if total is not None and not total.shape else (1,), torch.float32)
     parts = [f"{name}_packed", f"{name}_scale", f"{name}_global_scale"]
@@ -247,31 +249,15 @@ def _add_nvfp4(checkpoint: StoredCheckpoint, name: str) -> None:
     checkpoint.add(name, (outputs, inputs), tuple(parts), make)
 
 
-def _e2m1_shape(checkpoint: StoredCheckpoint, name: str, group: int, scales: torch.dtype) -> tuple[int, int]:
-    """The outputs and inputs of the weight that NAME_packed holds; UsageError unless it and NAME_scale are right."""
-    entry = checkpoint.entries[f"{name}_packed"]
-    if entry.dtype != torch.uint8 or len(entry.shape) != 2 or 0 in entry.shape:
-        raise UsageError(
-            f"tensor {name}_packed is {entry.dtype} of shape {list(entry.shape)}; a uint8 matrix is needed"
-        )
-    outputs, inputs = entry.shape[0], 2 * entry.shape[1]
-    scale = checkpoint.entries.get(f"{name}_scale")
-    shape = (outputs, -(-inputs // group))
-    if scale is None or (scale.dtype, scale.shape) != (scales, shape):
-        kind = str(scales).removeprefix("torch.")
-        raise UsageError(f"tensor {name}_scale is missing or not {kind} of shape {list(shape)}")
-    return outputs, inputs
-
-
 def _add_mxfp4(checkpoint: StoredCheckpoint, name: str) -> None:
     """Make the weight `name` of NAME_packed and NAME_scale."""
-    shape = _e2m1_shape(checkpoint, name, MXFP4.group, torch.uint8)
+    shape = e2m1_shape(checkpoint, name, f"{name}_packed", MXFP4.group, torch.uint8)
     checkpoint.add(name, shape, (f"{name}_packed", f"{name}_scale"), from_mxfp4_rows)
 
 
 def from_mxfp4_rows(packed: Tensor, exponents: Tensor) -> Tensor:
     """Two E2M1 codes a byte uint8 [n, k / 2], exponents uint8 [n, k / 32], plus 127 -> float32 [n, k]."""
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    codes = nibbles(packed)
     return MXFP4.dequantize([codes, exponents], codes.shape[1])
 
 
@@ -280,7 +266,7 @@ def from_nvfp4(packed: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
 
     value = code * (scale / global scale), in float32, as compressed-tensors computes it.
     """
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    codes = nibbles(packed)
     parts = [codes, scales.view(torch.uint8), global_scale.reshape(1)]
     return NVFP4.dequantize(parts, codes.shape[1])
 

@@ -5,7 +5,7 @@ and later stages see only that tensor. A recipe may then quantize it again. The 
 values of an MXFP4 checkpoint: a group's values are E2M1 numbers under one power of two, so they are representable under
 the power of two that the recipe chooses for the group.
 
-- `fp8` and `modelopt`: see fp8.py.
+- `fp8`: see fp8.py; `modelopt`: see modelopt.py.
 - `mxfp4` (gpt-oss): NAME_blocks uint8 [experts, outputs, groups, 16], the earlier of two inputs in the low half, and
   NAME_scales, E8M0 [experts, outputs, groups]; together NAME [experts, inputs, outputs].
 - `awq`, `gptq`, `compressed-tensors` and `bitsandbytes`: see the files of these names.
@@ -14,6 +14,7 @@ the power of two that the recipe chooses for the group.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from qcompile.checkpoints.gguf.tensors import GgufCheckpoint
 from qcompile.checkpoints.stored.awq import awq
 from qcompile.checkpoints.stored.bitsandbytes import bitsandbytes
 from qcompile.checkpoints.stored.compressed import compressed_tensors
-from qcompile.checkpoints.stored.fp8 import BLOCK_FACTORS, FACTOR, fp8, modelopt
+from qcompile.checkpoints.stored.fp8 import BLOCK_FACTORS, FACTOR, find_fp8, fp8
 from qcompile.checkpoints.stored.gptq import gptq
 from qcompile.checkpoints.stored.groups import Find
+from qcompile.checkpoints.stored.modelopt import modelopt
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.formats.elements import e2m1_values
 
@@ -114,7 +116,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 _READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "fp8": fp8,
-    "modelopt": modelopt,
+    "modelopt": functools.partial(modelopt, floats=functools.partial(find_fp8, block=None)),
     "mxfp4": lambda quantization: _find_mxfp4,
     "awq": awq,
     "gptq": gptq,

@@ -1,8 +1,7 @@
-"""Weights in 8-bit floats with factors (DeepSeek V3, AutoFP8, NVIDIA's ModelOpt).
+"""Weights in 8-bit floats with factors (DeepSeek V3, AutoFP8; see modelopt.py for ModelOpt's).
 
 - `fp8`: NAME of 8-bit floats and NAME_scale_inv, a factor for each block of `weight_block_size` rows and columns, the
   last ones short, or for the whole weight. AutoFP8 has NAME_scale, a factor for the whole weight.
-- `modelopt` with `quant_algo: FP8`: NAME of 8-bit floats and NAME_scale, a factor for the whole weight.
 
 Scales of activations and of the cache that are stored beside them round these, which the recipe decides.
 """
@@ -13,7 +12,7 @@ import functools
 from typing import Any
 
 from qcompile.checkpoints.checkpoint import StoredCheckpoint
-from qcompile.checkpoints.stored.groups import ACTIVATIONS, Find, forget, from_fp8, one_of
+from qcompile.checkpoints.stored.groups import ACTIVATIONS, Find, forget, from_fp8
 from qcompile.errors import UsageError
 
 BLOCK_FACTORS, FACTOR = "_scale_inv", "_scale"
@@ -27,10 +26,11 @@ def fp8(quantization: dict[str, Any]) -> Find:
         isinstance(block, list | tuple) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)
     ):
         raise UsageError(f"weight_block_size of the checkpoint's fp8 weights is {block}; two sizes belong there")
-    return functools.partial(_find, block=None if block is None else list(block))
+    return functools.partial(find_fp8, block=None if block is None else list(block))
 
 
-def _find(checkpoint: StoredCheckpoint, block: list[int] | None) -> None:
+def find_fp8(checkpoint: StoredCheckpoint, block: list[int] | None) -> None:
+    """Add the weights of 8-bit floats with factors for each `block` of rows and columns (None: for whole weights)."""
     for name, entry in list(checkpoint.entries.items()):
         if entry.dtype.itemsize > 1 or not entry.dtype.is_floating_point:
             continue
@@ -49,14 +49,6 @@ def _find(checkpoint: StoredCheckpoint, block: list[int] | None) -> None:
         make = functools.partial(from_fp8, block=sides)
         checkpoint.add(name, entry.shape, (name, factors), make)
     forget(checkpoint, ACTIVATIONS)
-
-
-def modelopt(quantization: dict[str, Any]) -> Find:
-    """The reader for a checkpoint with this `quantization_config`. Raises UnsupportedError, UsageError."""
-    stated = quantization.get("quantization")
-    inner = stated if isinstance(stated, dict) else quantization
-    one_of("modelopt", "quant_algo", inner.get("quant_algo"), ("fp8",))
-    return functools.partial(_find, block=None)
 
 
 def _longer(shape: tuple[int, ...]) -> list[int]:

@@ -50,6 +50,11 @@ def unpack(words: Tensor, places: Sequence[int], dim: int) -> Tensor:
     return spread.bitwise_and_(2 ** (WORD // len(places)) - 1).flatten(dim, dim + 1)
 
 
+def nibbles(packed: Tensor) -> Tensor:
+    """Two codes a byte, the earlier one in the low half, uint8 [n, k / 2] -> codes uint8 [n, k]."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+
+
 def dequantize(
     inputs: int, codes: Callable[[slice], Tensor], scales: Tensor, zeros: Tensor | int, groups: Groups
 ) -> Tensor:
@@ -129,6 +134,25 @@ def words_of(checkpoint: StoredCheckpoint, name: str) -> tuple[int, int]:
     if entry.dtype != torch.int32 or len(entry.shape) != 2 or 0 in entry.shape:
         raise UsageError(f"tensor {name} is {entry.dtype} of shape {list(entry.shape)}; an int32 matrix belongs there")
     return entry.shape[0], entry.shape[1]
+
+
+def e2m1_shape(
+    checkpoint: StoredCheckpoint, name: str, packed: str, group: int, scales: torch.dtype
+) -> tuple[int, int]:
+    """The outputs and inputs of the weight `name`, whose codes are tensor `packed`, two a byte.
+
+    Raises UsageError unless it and NAME_scale, of type `scales` for each `group` inputs, are right.
+    """
+    entry = checkpoint.entries[packed]
+    if entry.dtype != torch.uint8 or len(entry.shape) != 2 or 0 in entry.shape:
+        raise UsageError(f"tensor {packed} is {entry.dtype} of shape {list(entry.shape)}; a uint8 matrix is needed")
+    outputs, inputs = entry.shape[0], 2 * entry.shape[1]
+    scale = checkpoint.entries.get(f"{name}_scale")
+    shape = (outputs, -(-inputs // group))
+    if scale is None or (scale.dtype, scale.shape) != (scales, shape):
+        kind = str(scales).removeprefix("torch.")
+        raise UsageError(f"tensor {name}_scale is missing or not {kind} of shape {list(shape)}")
+    return outputs, inputs
 
 
 def one_of(method: str, key: str, value: Any, choices: tuple[Any, ...]) -> Any:
