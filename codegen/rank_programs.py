@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
@@ -12,14 +12,17 @@ from qcompile.errors import UnsupportedError
 from qcompile.graph import Graph
 
 
-def rank_programs(first: Program, others: Sequence[Graph], weights: WeightTable) -> list[Program]:
+def rank_programs(
+    first: Program, others: Sequence[Graph], weights: WeightTable, adapt: Callable[[Program], Program]
+) -> list[Program]:
     """The programs of all ranks, `first` that of rank 0, with the weights of `others` added to `weights`.
 
-    Empty if there are no others. Raises UnsupportedError if a rank needs other kernels.
+    `adapt` is what the target's code generation changes of a program, and has changed of `first`. Empty if there are no
+    others. Raises UnsupportedError if a rank needs other kernels.
     """
     programs = [first] * bool(others)
     for rank, graph in enumerate(others, start=1):
-        program = lower(graph, weights)
+        program = adapt(lower(graph, weights))
         if _calls(program) != _calls(first):
             raise UnsupportedError(
                 f"rank {rank} would need other kernels than rank 0: their weights differ in size; take a recipe whose "

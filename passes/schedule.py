@@ -154,15 +154,13 @@ def _configured(
 ) -> tuple[Pass, ...]:
     """`configure` with the options of passes that depend on the target.
 
-    GPUs have no kernels for hierarchical caches of heads as large as latents. Raises UnsupportedError for adapters and
-    for ranks on a GPU.
+    GPUs have no kernels for hierarchical caches of heads as large as latents. Raises UnsupportedError for adapters on a
+    GPU.
     """
     kind = get_target(target).kind
     passes = configure(settings, {"salience.target": target, "latent.kind": kind, **options}, added)
     if kind != "cpu" and any(isinstance(rewrite, Lora) and rewrite.wanted for rewrite in passes):
         raise UnsupportedError(f"lora.rank: target {target} has no kernels for adapters; merge one with --lora DIR")
-    if kind != "cpu" and any(isinstance(rewrite, Shard) and rewrite.wanted for rewrite in passes):
-        raise UnsupportedError(f"shard.ranks: target {target} runs on one GPU so far; several processes run on CPUs")
     (cache,) = (rewrite for rewrite in passes if isinstance(rewrite, Cache))
     if kind == "cpu" or not kv_format(cache.format).hierarchical:
         return passes

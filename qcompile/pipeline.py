@@ -211,7 +211,7 @@ def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions
         bits = bits_per_weight(graphs[-1])
     paths = draft_paths(model, graphs, drafts, options, table, clock)
     paths = [replace(path, program=backend.adapt(path.program)) for path in paths]
-    ranks = rank_programs(program, other_ranks(graphs, passes), table)
+    ranks = rank_programs(program, other_ranks(graphs, passes), table, backend.adapt)
     planned = CompilationPlan(graphs, program, table.weights, records, bits, {}, b"", paths, drafts.lookup, ranks)
     with clock("describe"):
         kept = tokenizer_files(model) | configuration_files(model) if isinstance(model, (str, Path)) else {}

@@ -13,6 +13,7 @@ from itertools import groupby, zip_longest
 
 from qcompile import ops
 from qcompile.codegen.calls import (
+    AllReduce,
     Attention,
     Call,
     Combine,
@@ -212,10 +213,24 @@ def add_in_combine(program: Program) -> Program:
     return replace(program, calls=tuple(calls))
 
 
-def _addend(reads: Reads, combine: Combine, after: Call | None) -> str | None:
-    """The buffer that `after` adds to the sum over a token's slots, if one kernel can do both; else None.
+def add_in_sums(program: Program) -> Program:
+    """Sums over ranks add the buffer that the next call would add."""
+    reads, calls = Reads(program), list[Call]()
+    adding: Call | None = None
+    for call, after in _with_next(program):
+        if call is adding:
+            continue
+        if isinstance(call, AllReduce) and (other := _addend(reads, call, after)):
+            assert isinstance(after, Elementwise)
+            call, adding = fused.SumAdd(call.name, call.x, after.out, other, call.ranks), after
+        calls.append(call)
+    return replace(program, calls=tuple(calls))
 
-    Nothing else may read the sum, and the result must not overlap the slots or scores in memory.
+
+def _addend(reads: Reads, combine: Combine | AllReduce, after: Call | None) -> str | None:
+    """The buffer that `after` adds to a sum over a token's slots or over ranks, if one kernel can do both; else None.
+
+    Nothing else may read the sum, and the result must not overlap in memory what is summed, unless it replaces it.
     """
     if not isinstance(after, Elementwise) or after.kind != "add" or after.weight is not None:
         return None
@@ -223,7 +238,10 @@ def _addend(reads: Reads, combine: Combine, after: Call | None) -> str | None:
     shifted = after.x_offset or after.other_offset
     if other is None or other == combine.out or combine.out not in after.reads or shifted:
         return None
-    return other if reads.alone(after, combine.out) and reads.disjoint([after.out], combine.reads) else None
+    # A sum over ranks stores each element where it has read it before; one over slots reads elements of several rows.
+    placed = isinstance(combine, AllReduce) and reads.in_place(after.out, combine.x)
+    fits = placed or reads.disjoint([after.out], combine.reads)
+    return other if reads.alone(after, combine.out) and fits else None
 
 
 def activate_convolutions(program: Program) -> Program:
@@ -289,6 +307,7 @@ RULES: tuple[Callable[[Program], Program], ...] = (
     measure_results,
     normalize_in_append,
     add_in_combine,
+    add_in_sums,
     activate_convolutions,
     chain_routes,
     prepare_slots,

@@ -99,6 +99,18 @@ class CombineAdd(Call):
 
 
 @dataclass(frozen=True)
+class SumAdd(Call):
+    """out = other + the sum over ranks of AllReduce; all f32."""
+
+    kernel: ClassVar[str] = "sum_add"
+    read_fields: ClassVar[tuple[str, ...]] = ("x", "other")
+    x: str
+    out: str
+    other: str
+    ranks: int
+
+
+@dataclass(frozen=True)
 class ActivatedConv(FusedCall):
     """ConvStep, whose results get the activation `act`."""
 

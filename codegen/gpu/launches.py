@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -114,7 +114,8 @@ class LaunchPlan:
 
     `feedback` passes the tokens of a step to the next one of the same rows, `follow` to one of other rows. `rounds` has
     the launch before and the one after verification in a speculation round, `lookup` the n-gram drafts of a round.
-    `slot_bytes`: of a sequence's recurrent states, if there are any.
+    `slot_bytes`: of a sequence's recurrent states, if there are any. `sums`: of a divided model, its ranks, elements of
+    the widest sum's row, elements of a chunk, and where chunks begin in peer memory (codegen/gpu/all_reduce.py).
     """
 
     target: Target
@@ -126,6 +127,7 @@ class LaunchPlan:
     rounds: tuple[Launch, ...] = ()
     lookup: tuple[Launch, ...] = ()
     slot_bytes: int = 0
+    sums: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def limits(self) -> SplitLimits:
@@ -199,6 +201,7 @@ class LaunchPlan:
             "lookup": _json_of(self.lookup),
             "text_tokens": TEXT_TOKENS,
             "weights": len(program.weights),
+            **({"sums": dict(self.sums)} if self.sums else {}),
         }
         return json.dumps(data, sort_keys=True, indent=1) + "\n"
 

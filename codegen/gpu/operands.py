@@ -147,3 +147,18 @@ class StateRef(NamedOperand):
     """Address of an array of the state of speculation rounds."""
 
     kind = "state"
+
+
+@dataclass(frozen=True)
+class PeerRef(Operand):
+    """Address of the peer memory of a rank of a divided model, or of this one's own (codegen/gpu/all_reduce.py)."""
+
+    kind: ClassVar[str] = "peer"
+    of: int | None = None
+
+
+@dataclass(frozen=True)
+class RankRef(Operand):
+    """The number of this process among those that run a divided model."""
+
+    kind: ClassVar[str] = "rank"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from qcompile.codegen.calls import (
+    AllReduce,
     Attention,
     Call,
     Combine,
@@ -30,6 +31,7 @@ from qcompile.codegen.calls import (
     TakeRows,
 )
 from qcompile.codegen.gpu import (
+    all_reduce,
     attention_launches,
     expert_launches,
     fused,
@@ -38,6 +40,7 @@ from qcompile.codegen.gpu import (
     row_launches,
     state_launches,
 )
+from qcompile.codegen.gpu.all_reduce import sums_of
 from qcompile.codegen.gpu.attention_splits import MIN_LEAF_POSITIONS
 from qcompile.codegen.gpu.context import PlanContext
 from qcompile.codegen.gpu.fuse import fuse
@@ -74,7 +77,9 @@ def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool
     context = PlanContext(program, kvs, split, target, inline_asm)
     launches = tuple(launch for call in program.calls for launch in launches_of(context, call))
     around = (feedback_launch(),), (follow_launch(),)
-    return LaunchPlan(target, kvs, split, launches, *around, slot_bytes=program.states.slot_bytes)
+    return LaunchPlan(
+        target, kvs, split, launches, *around, slot_bytes=program.states.slot_bytes, sums=sums_of(context)
+    )
 
 
 def launches_of(context: PlanContext, call: Call) -> tuple[Launch, ...]:
@@ -120,12 +125,14 @@ _LAUNCHES: Mapping[type[Call], Callable[[PlanContext, Any], Iterator[Launch]]] =
     Combine: router_launches.combine,
     EveryExpert: router_launches.every_expert,
     ConvStep: state_launches.conv_step,
+    AllReduce: all_reduce.all_reduce,
     RecurrenceStep: state_launches.recurrence_step,
     fused.GatedQuantize: row_launches.gated_quantize,
     fused.GatedHadamard: row_launches.hadamard,
     fused.MeasuredQuantize: measured_quantize,
     fused.NormedAppend: attention_launches.append,
     fused.CombineAdd: router_launches.combine,
+    fused.SumAdd: all_reduce.all_reduce,
     fused.ActivatedConv: state_launches.conv_step,
     fused.RouteChain: router_launches.route_chain,
     fused.QuantizeSlots: expert_launches.quantize_slots,

@@ -24,6 +24,11 @@ class Reads:
         """Whether `call` is the last call that reads the buffer `name`."""
         return self.last(name) == self._program.calls.index(call)
 
+    def in_place(self, written: str, read: str) -> bool:
+        """Whether both buffers are the same memory, element by element."""
+        one, other = self._program.buffer(written), self._program.buffer(read)
+        return (one.offset, one.stride, one.row_bytes) == (other.offset, other.stride, other.row_bytes)
+
     def disjoint(self, written: Sequence[str], read: Sequence[str]) -> bool:
         """Whether the memory of written buffers overlaps neither that of the read ones nor each other's."""
         places = [self._program.buffer(name) for name in (*written, *dict.fromkeys(read))]

@@ -26,6 +26,8 @@ _DYNAMIC_SHARED = 8
 _CAPTURE_THREAD_LOCAL = 1
 _PROGRAMMATIC_SERIALIZATION = 6
 _RECORD_EXTERNAL = 1
+_LAZY_PEER_ACCESS = 1
+_NO_PEER_ACCESS = (217, 711, 801)  # peer access unsupported, mapping of memory failed or not supported
 
 
 class _Attribute(ctypes.Structure):
@@ -47,6 +49,12 @@ class _Config(ctypes.Structure):
 
 
 _PDL = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
+
+
+class MemoryHandle(ctypes.Structure):
+    """CUipcMemHandle: names memory of one process, for other processes to open."""
+
+    _fields_ = [("reserved", ctypes.c_char * 64)]
 
 
 class LaunchCall:
@@ -134,6 +142,41 @@ class Driver:
     def use(self) -> None:
         """Make this GPU's context current in the calling thread."""
         self.check(self.quick.cuCtxSetCurrent(self._context), "context")
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that this process sees."""
+        count = ctypes.c_int()
+        self.check(self.library.cuDeviceGetCount(ctypes.byref(count)), "count")
+        return count.value
+
+    def reaches(self, other: int) -> bool:
+        """Whether this GPU can write to the memory of GPU `other`."""
+        can, device = ctypes.c_int(), ctypes.c_int()
+        self.check(self.library.cuDeviceGet(ctypes.byref(device), other), "device")
+        self.check(self.library.cuDeviceCanAccessPeer(ctypes.byref(can), self._device, device), "peer access")
+        return bool(can.value)
+
+    def share(self, address: int) -> bytes:
+        """A handle by which other processes open the memory that `allocate` returned."""
+        handle = MemoryHandle()
+        code = self.library.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address))
+        self.check(code, "handle of memory")
+        return bytes(handle)
+
+    def open_shared(self, handle: bytes) -> int:
+        """Address of another process's memory, also of another GPU. Raises ResourceError if it cannot be reached."""
+        address = ctypes.c_uint64()
+        given = MemoryHandle.from_buffer_copy(handle)
+        code = self.library.cuIpcOpenMemHandle_v2(ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        if code in _NO_PEER_ACCESS:
+            raise ResourceError(f"a GPU cannot write to the memory of another one: {self._message(code)}")
+        self.check(code, "memory of another process")
+        return address.value
+
+    def close_shared(self, address: int) -> None:
+        """Close memory of another process."""
+        self.check(self.library.cuIpcCloseMemHandle(ctypes.c_uint64(address)), "close")
 
     @property
     def capability(self) -> int:
@@ -275,7 +318,11 @@ class Driver:
         return found.value / 1e3
 
 
+def driver(number: int = 0) -> Driver:
+    """The GPU of this process: the first one that it sees, or of a divided model the one of its rank."""
+    return _opened(number)
+
+
 @cache
-def driver() -> Driver:
-    """The GPU of this process."""
-    return Driver()
+def _opened(number: int) -> Driver:
+    return Driver(number)

@@ -21,6 +21,7 @@ from qcompile.runtime.cuda.inputs import StepInputs
 from qcompile.runtime.cuda.launching import Addresses, Launcher
 from qcompile.runtime.cuda.masks import DeviceMasks
 from qcompile.runtime.cuda.memory import MOST_DECODED, DeviceMemory, PinnedNumbers
+from qcompile.runtime.cuda.plans import OtherRanks
 from qcompile.runtime.cuda.profile import LaunchTimes
 from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.sampling.arrays import FloatArray
@@ -72,6 +73,9 @@ class CudaExecutor:
         self._sampling: DeviceSampling | None = None
         self._masks = DeviceMasks(driver, self.memory.outputs, limits.vocab)
         self._modules: list[ctypes.c_void_p] = []
+        self.ranks: OtherRanks | None = None
+        """The other processes of a divided model, for its rank 0."""
+        self._failed = 0
         self._closed = False
         try:
             self._allocate(leader, own_cache)
@@ -93,6 +97,16 @@ class CudaExecutor:
         self.memory.allocate_results(leader.memory.results["logits"] if leader and same else 0)
         self._logits: FloatArray = np.empty((self.memory.outputs, self.limits.vocab), np.float32)
 
+    def join(self, rank: int, peers: list[int], failed: int, ranks: OtherRanks | None = None) -> None:
+        """Be rank `rank` of a divided model, with the peer memory of all ranks and a word that says if one has failed.
+
+        Rank 0 has the other processes, `ranks`, repeat its steps from now on.
+        """
+        self.memory.rank, self.memory.peers, self._failed = rank, peers, failed
+        self.ranks = ranks
+        if ranks:
+            self.launcher.published = ranks.plans.run
+
     def adopt(self, addresses: Iterable[int], modules: Iterable[ctypes.c_void_p] = ()) -> None:
         """Take ownership of the weights' memory and of modules of kernels, to free them when the model is closed."""
         self.memory.adopt(addresses)
@@ -110,6 +124,8 @@ class CudaExecutor:
         """
         if self._closed or self._sampling is None:
             raise UsageError("the model is closed: load it again")
+        if self.ranks:
+            self.ranks.check()
         self._turn = 1 - self._turn
         for turn in (self._turn,) if behind else (self._turn, 1 - self._turn):
             if turn in self._waits:
@@ -122,13 +138,17 @@ class CudaExecutor:
             self._sampling.grow(draws)
             self._masks.grow()
         assert not (masked and ahead > 1)  # masks of later steps follow from the tokens of these
+        sampled = self._sampling.send(draws, written.outputs)
+        if self.ranks:
+            self.ranks.plans.inputs(self.inputs.content(self._turn), self._turn)
+            self.ranks.plans.numbers(*self._sampling.content())
         return {
             "tokens": written.tokens,
             "outputs": written.outputs,
             "sequences": len(sequences),
             "queries": written.queries,
             "table_stride": written.stride,
-            **self._sampling.send(draws, written.outputs),
+            **sampled,
             **attention_counts(self.plan, written.decoding, written.prompts),
         }
 
@@ -136,8 +156,8 @@ class CudaExecutor:
         """Address of a step's input or result on the GPU."""
         if self._sampling and name in self._sampling.addresses:
             return self._sampling.addresses[name]
-        if name == "masks":
-            return self._masks.address
+        if name in ("masks", "failed"):
+            return self._masks.address if name == "masks" else self._failed
         place = self.inputs.address(name)
         return self.memory.results[name] if place is None else place
 
@@ -184,6 +204,8 @@ class CudaExecutor:
             times = min(each, steps - len(tokens) // counts["tokens"])
             if tokens:  # the GPU has updated tokens and positions itself
                 self.inputs.reset_counter(self._turn)
+                if self.ranks:
+                    self.ranks.plans.reset_counter(self._turn)
             self._run(counts, True, times)
             last = len(tokens) + times * counts["tokens"] == steps * counts["tokens"]
             tokens += self._fetch("decoded", times * counts["tokens"], last)()
@@ -199,6 +221,8 @@ class CudaExecutor:
         behind = not (reports or (self._sampling and self._sampling.reporting))
         counts = self.fill(sequences, steps * several, draws, behind)
         if any(token < 0 for rows in sequences for token in rows.tokens):
+            if self.ranks:
+                self.ranks.plans.follow(counts)
             self.launcher.launch(self.plan["follow"], counts)
         self._run(counts, several, steps)
         results = ("decoded", steps * counts["tokens"]) if several else ("argmax", counts["outputs"])
@@ -217,7 +241,13 @@ class CudaExecutor:
 
     def _run(self, counts: Counts, feed_back: bool, times: int) -> None:
         """Queue `times` steps. Their masks are written while the GPU computes what is before them."""
-        self.launcher.run(counts, feed_back, times, self._masks.send if counts["masked"] else None)
+        self.launcher.run(counts, feed_back, times, self._send_masks if counts["masked"] else None)
+
+    def _send_masks(self) -> None:
+        """Write the masks of a step, which its last launches read."""
+        self._masks.send()
+        if self.ranks:
+            self.ranks.plans.masks(self._masks.content())
 
     def _fetch(self, name: str, count: int, last: bool) -> Callable[[], list[int]]:
         """Queue a copy to the host of the first tokens of a result, and of the reports that the draws of `fill` ask for
@@ -230,6 +260,8 @@ class CudaExecutor:
         def wait() -> list[int]:
             self.driver.use()
             tokens: list[int] = numbers.begin()[:count]
+            if self.ranks:
+                self.ranks.check()
             if last:
                 self.deliver_reports()
             return tokens
@@ -245,6 +277,17 @@ class CudaExecutor:
         """Write fetched reports into the draws, after the copy is done."""
         if self._sampling:
             self._sampling.deliver()
+
+    # ---- other ranks of a divided model --------------------------------------------------------
+
+    def receive_draws(self, numbers: memoryview, lists: memoryview) -> None:
+        """Sample as rank 0 does, which has sent these to its GPU."""
+        assert self._sampling is not None
+        self._sampling.receive(numbers, lists, self.launcher.forget)
+
+    def receive_masks(self, content: memoryview) -> None:
+        """Exclude the tokens that rank 0 excludes."""
+        self._masks.receive(content, self.launcher.forget)
 
     # ---- profile ------------------------------------------------------------------------------
 
@@ -267,6 +310,8 @@ class CudaExecutor:
         if self._closed:
             return
         self._closed = True
+        if self.ranks:
+            self.ranks.close()
         self.driver.use()
         self.launcher.forget()
         self.memory.free()

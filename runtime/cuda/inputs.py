@@ -52,6 +52,8 @@ class StepInputs:
         self._offsets = {name: i * (memory.rows + 4) for i, name in enumerate((*names, "block_table"))}
         self._hosts = PinnedNumbers(driver), PinnedNumbers(driver)
         self._address = 0
+        self._written = 0
+        """Numbers of the last step's arrays."""
 
     def open(self) -> None:
         """Allocate the arrays. Raises ResourceError."""
@@ -94,8 +96,17 @@ class StepInputs:
         for name, items in values.items():
             host[self._offsets[name] : self._offsets[name] + len(items)] = items
         self._write_pages(host, sequences, need, stride)
-        self._hosts[turn].send(self._address, self._offsets["block_table"] + len(sequences) * stride)
+        self._written = self._offsets["block_table"] + len(sequences) * stride
+        self._hosts[turn].send(self._address, self._written)
         return Written(starts[-1], len(values["output_rows"]), stride, max(lengths), decoding, prompts)
+
+    def content(self, turn: int) -> memoryview:
+        """The bytes that the last `write` has put into host copy `turn`."""
+        return self._hosts[turn].content(self._written)
+
+    def receive(self, content: memoryview, turn: int) -> None:
+        """Do what `write` did in another process, which has returned this `content`."""
+        self._hosts[turn].receive(content, self._address)
 
     def _certain(self, rows: Rows) -> int:
         """Leading positions that enter the base of recurrent states."""

@@ -8,14 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qcompile.runtime.cuda.counts import Counts, active_launches, grid
+from qcompile.runtime.cuda.counts import PARTS, Counts, active_launches, grid
 from qcompile.runtime.cuda.driver import Driver, LaunchCall
 from qcompile.runtime.cuda.memory import DeviceMemory
 from qcompile.runtime.cuda.profile import LaunchTimes
 
 _MAX_GRAPHS = 64
-_WHOLE, _BEFORE_MASKS, _FROM_MASKS = "whole", "before masks", "from masks on"
-"""Parts of a step."""
+_WHOLE, _BEFORE_MASKS, _FROM_MASKS = PARTS
 Addresses = Mapping[tuple[str, str], int]
 """Addresses by kind and name of an operand (codegen/gpu/operands.py)."""
 
@@ -45,6 +44,8 @@ class Launcher:
         self._prepared: dict[int, _Prepared] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self.profile: LaunchTimes | None = None
+        self.published: Callable[[Counts, bool, str, int], None] | None = None
+        """Called with what runs, before it is queued: what the other processes of a divided model repeat."""
         self.reallocations = 0
         """How often memory that graphs point to was freed."""
 
@@ -72,14 +73,16 @@ class Launcher:
         masks: called when all launches before those that read masks are queued, to write the masks of a single step.
         """
         if masks is None:
-            self._run(counts, feed_back, _WHOLE, times)
+            self.run_part(counts, feed_back, _WHOLE, times)
             return
-        self._run(counts, feed_back, _BEFORE_MASKS, times)
+        self.run_part(counts, feed_back, _BEFORE_MASKS, times)
         masks()
-        self._run(counts, feed_back, _FROM_MASKS, times)
+        self.run_part(counts, feed_back, _FROM_MASKS, times)
 
-    def _run(self, counts: Counts, feed_back: bool, part: str, times: int) -> None:
+    def run_part(self, counts: Counts, feed_back: bool, part: str, times: int) -> None:
         """`run` for a part of the launches."""
+        if self.published:
+            self.published(counts, feed_back, part, times)
         key = (*counts.values(), feed_back, part)
         graph = self.graphs.get(key)
         again = times > 1 or key in self._seen
@@ -170,6 +173,8 @@ class Launcher:
             return self._memory.states
         if kind == "activation":
             return self._memory.activation(operand)
+        if kind in ("peer", "rank"):
+            return self._memory.peer(operand.get("of")) if kind == "peer" else self._memory.rank
         name, past = operand["name"], operand.get("past")
         if kind == "count":
             return counts[name]

@@ -15,7 +15,8 @@ from qcompile.artifact.layout import Manifest
 from qcompile.errors import ResourceError
 from qcompile.runtime.cuda.driver import Driver, driver
 from qcompile.runtime.cuda.executor import CudaExecutor
-from qcompile.runtime.cuda.memory import activation_bytes, pages_in
+from qcompile.runtime.cuda.memory import activation_bytes, pages_in, peer_bytes
+from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena
@@ -52,6 +53,8 @@ def open_cuda(
     (damaged, or its kernels do not run on this GPU), ResourceError (no driver, GPU, or memory), UsageError (less cache
     than a page, or more rows than the kernels take).
     """
+    if (ranks := len(manifest["runtime"].get("ranks") or [0])) > 1:
+        return open_divided(root, manifest, ranks, max_batch, kv_cache_bytes, memory_share, step_rows), None
     gpu = driver()
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
@@ -93,6 +96,89 @@ def open_cuda(
         drafter = _drafter(root, manifest["files"], target, levels, opened, tokenizer)
         undo.pop_all()
     return target, drafter
+
+
+class LoadedRank(NamedTuple):
+    """A rank of a divided model whose kernels and weights are on its GPU: all but the memory of its executor."""
+
+    gpu: Driver
+    plan: dict[str, Any]
+    functions: dict[str, int]
+    weights: dict[str, int]
+    limits: Limits
+    held: list[int]
+    modules: list[ctypes.c_void_p]
+
+    def open(self, pages: int, rows: int, slots: int) -> CudaExecutor:
+        """The executor, with `pages` pages of cache, for steps of `rows` rows and `slots` requests at once."""
+        limits = self.limits._replace(max_tokens=rows, slots=slots)
+        executor = CudaExecutor(self.gpu, self.plan, self.functions, self.weights, pages, limits)
+        executor.adopt(self.held, self.modules)
+        return executor
+
+    def free(self) -> None:
+        """Free the GPU's memory, if no executor has taken it."""
+        _free(self.gpu, self.held, self.modules)
+
+
+def load_rank(root: str | Path, manifest: Manifest, rank: int) -> LoadedRank:
+    """Verify the artifact and load the kernels and weights of one rank to the GPU of that number."""
+    gpu, root = driver(rank), Path(root)
+    runtime, model = manifest["runtime"], manifest["model"]
+    kv = runtime["kv"]
+    small = _read_other_files(root, manifest)
+    plan = json.loads(small[runtime["library"]])
+    rows = min(STEP_TOKENS["cuda"], runtime["max_tokens"], plan["most_rows"])
+    sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
+    limits = Limits(*sizes, kv.get("ring_tokens") or 0, 0, runtime.get("max_outputs") or 0)
+    found = LoadedRank(gpu, plan, {}, {}, limits, [], [])
+    try:
+        folder = PurePosixPath(runtime["library"]).parent
+        found.functions.update(_load_kernels(gpu, [plan], folder, small, found.modules))
+        found.weights.update(_upload_rank(gpu, root, manifest, rank, found.held))
+    except BaseException:
+        found.free()
+        raise
+    return found
+
+
+def open_divided(
+    root: Path,
+    manifest: Manifest,
+    ranks: int,
+    max_batch: int,
+    kv_cache_bytes: int | None,
+    memory_share: float,
+    step_rows: int | None,
+) -> CudaExecutor:
+    """Open a model that is divided over `ranks` GPUs, as rank 0; the other ranks have processes of their own.
+
+    `kv_cache_bytes` are those of all GPUs together.
+    """
+    gpu = driver()
+    check_gpus(gpu, ranks, root)
+    with ExitStack() as undo:
+        processes = CudaRanks(root, ranks, gpu)
+        undo.callback(processes.close)
+        own = load_rank(root, manifest, 0)
+        undo.callback(own.free)
+        limits = own.limits._replace(slots=max_batch, max_tokens=step_rows or own.limits.max_tokens)
+        page_bytes, slot_bytes = manifest["runtime"]["kv"]["page_bytes"], own.plan.get("slot_bytes", 0)
+        most_pages = max_batch * limits.pages_for(limits.max_position)
+        if kv_cache_bytes is not None and page_bytes:
+            most_pages, memory_share = requested_pages(kv_cache_bytes, ranks * page_bytes), 1.0
+        room = _Room(page_bytes, slot_bytes, most_pages, memory_share, step_rows is None)
+        free, total = gpu.memory()
+        limits, pages = _fitting([own.plan], limits, room, min(free, processes.loaded()), total)
+        executor = own.open(pages, limits.max_tokens, limits.slots)
+        undo.pop_all()
+        undo.callback(executor.close)
+        undo.callback(processes.close)
+        sizes = {"pages": pages, "rows": limits.max_tokens, "slots": limits.slots}
+        peers = processes.join(sizes, gpu, executor.memory.allocate_peer())
+        executor.join(0, peers, processes.failed.address, processes)
+        undo.pop_all()
+    return executor
 
 
 class _Room(NamedTuple):
@@ -158,7 +244,15 @@ def _open_target(
     room: _Room,
 ) -> CudaExecutor:
     """Open the target's executor, with as many cache pages as fit beside the recurrent states."""
-    free, total = gpu.memory()
+    limits, pages = _fitting(plans, limits, room, *gpu.memory())
+    return CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
+
+
+def _fitting(plans: list[dict[str, Any]], limits: Limits, room: _Room, free: int, total: int) -> tuple[Limits, int]:
+    """The limits, with fewer rows a step if they may have that, and the number of pages that fit into `free` bytes.
+
+    Raises ResourceError if too little is free.
+    """
     rest = free - int(total * (1 - room.memory_share))
     while room.fewer_rows and limits.max_tokens > _FEWEST_ROWS and _buffers(plans, limits) > rest // _BUFFER_SHARE:
         limits = limits._replace(max_tokens=limits.max_tokens // 2)
@@ -176,8 +270,7 @@ def _open_target(
             f"the recurrent states of {limits.slots} requests take {states:,} bytes of GPU memory, which has room for"
             f" those of {fits}: lower max_batch"
         )
-    pages = pages_in(rest - states, room.page_bytes, room.most_pages, 1.0)
-    return CudaExecutor(gpu, plans[0], functions, weights, pages, limits)
+    return limits, pages_in(rest - states, room.page_bytes, room.most_pages, 1.0)
 
 
 def _of_drafts(limits: Limits) -> Limits:
@@ -187,8 +280,9 @@ def _of_drafts(limits: Limits) -> Limits:
 
 def _buffers(plans: list[dict[str, Any]], limits: Limits) -> int:
     """Estimated bytes of all paths apart from weights and cache; the first plan is the target's."""
+    peers = peer_bytes(plans[0]["sums"], limits.max_tokens) if "sums" in plans[0] else 0
     sizes = (activation_bytes(plan, _of_drafts(limits) if i else limits) for i, plan in enumerate(plans))
-    return sum(sizes) + len(plans) * (512 << 20)
+    return peers + sum(sizes) + len(plans) * (512 << 20)
 
 
 def _read_other_files(root: Path, manifest: Manifest) -> dict[str, bytes]:
@@ -221,6 +315,32 @@ def _load_kernels(
         module = gpu.module(files[str(folder / f"{label}.cubin")], ptx(label), notice)
         modules.append(module)
         found[label] = gpu.function(module, kernel["function"], kernel["shared_bytes"])
+    return found
+
+
+def _upload_rank(gpu: Driver, root: Path, manifest: Manifest, rank: int, held: list[int]) -> dict[str, int]:
+    """Copy the weights of one rank to its GPU; returns their addresses by the names that rank 0's have.
+
+    Every file is verified, and of those that have weights of the rank, only these stay.
+    """
+    files, runtime = manifest["files"], manifest["runtime"]
+    entries, first = runtime["weights"], runtime["ranks"][0]
+    names = {place: entries[known]["name"] for place, known in zip(runtime["ranks"][rank], first, strict=True)}
+    found: dict[str, int] = {}
+    for name in sorted({entry["file"] for entry in entries}):
+        size = files[name]["bytes"]
+        memory = Arena(size)
+        if problem := file_problem(root, name, files[name], memory.view):
+            raise damaged(root, [problem])
+        for place, known in names.items():
+            entry = entries[place]
+            if entry["file"] == name:
+                if not 0 <= entry["offset"] <= entry["offset"] + entry["bytes"] <= size:
+                    raise damaged(root, [f"weight {entry['name']} lies outside its file"])
+                held.append(gpu.allocate(entry["bytes"], "weights"))
+                gpu.upload(held[-1], memory.address + entry["offset"], entry["bytes"], pinned=False)
+                found[known] = held[-1]
+        gpu.synchronize()
     return found
 
 

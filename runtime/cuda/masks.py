@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -90,6 +90,25 @@ class DeviceMasks:
         starts[:] = self._starts
         self._fill_all(address)
         self._numbers.send(self._items(len(self._wanted)))
+        self._driver.record(self._sent)
+
+    def content(self) -> memoryview:
+        """The bytes that the last `send` has sent."""
+        assert self._numbers is not None
+        return self._numbers.content(self._items(len(self._wanted)))
+
+    def receive(self, content: memoryview, forget: Callable[[], None]) -> None:
+        """Send what `send` sent in another process. Calls `forget` before memory moves that launches know."""
+        items = len(content) // 4
+        if items > (self._numbers.items if self._numbers else 0):
+            forget()
+            numbers = MirroredNumbers(self._driver, 1 << (items - 1).bit_length(), 4, "masks of tokens")
+            self.free()
+            self._numbers, self._sent = numbers, self._driver.event()
+        assert self._numbers is not None
+        self._driver.wait_for(self._sent)
+        self._numbers.content(items)[:] = content
+        self._numbers.send(items)
         self._driver.record(self._sent)
 
     def _fill_all(self, address: int) -> None:

@@ -18,6 +18,8 @@ MOST_DECODED = 1 << 16
 """Most tokens that a multi-step decode leaves on the GPU before the host reads them."""
 _ROW_ALIGNMENT = 64
 """Buffers have room for a multiple of this number of rows."""
+_HANDLED = 1 << 21
+"""Memory that other processes open takes whole pages of a GPU, which it shares with no other."""
 _TILE_ROWS = 256
 """Most rows of a GEMM's tile: scratch memory by row has room for whole tiles."""
 
@@ -54,6 +56,8 @@ class DeviceMemory:
         self.scratch: dict[str, Scratch] = dict.fromkeys(plan["scratch"], Scratch())
         self.results: dict[str, int] = {}
         """Addresses of a step's results: `argmax`, `decoded` and `logits`."""
+        self.rank, self.peers = 0, list[int]()
+        """Of a divided model, the number of this process and the peer memory of each (codegen/gpu/all_reduce.py)."""
         self._arenas: dict[str, int] = {}
         self._owned: list[int] = []
 
@@ -93,6 +97,15 @@ class DeviceMemory:
         """The address of an activation, as a launch plan describes it."""
         start = self._arenas[operand["rows"]] + self._room[operand["rows"]] * operand["bytes_per_row"]
         return int(start + operand.get("column_bytes", 0))
+
+    def peer(self, of: int | None) -> int:
+        """The address of the peer memory of a rank, or of this one's own."""
+        return self.peers[self.rank if of is None else of]
+
+    def allocate_peer(self) -> int:
+        """The address of this process's peer memory, for the sums of steps of as many rows as there is room for."""
+        self.results["sums"] = self.allocate(16, "sums")
+        return self.allocate(peer_bytes(self._plan["sums"], self.rows), "sums of GPUs")
 
     def layer(self, layer: int) -> int:
         """The address of the cache of a layer."""
@@ -150,6 +163,16 @@ class PinnedNumbers:
             self._driver.download(self._address, source, 4 * items)
         self._driver.record(self._copied)
 
+    def receive(self, content: memoryview, to: int) -> None:
+        """Take numbers that another process has prepared, and queue their copy to the GPU."""
+        self.begin()
+        memoryview(self._numbers).cast("B")[: len(content)] = content
+        self.send(to, len(content) // 4)
+
+    def content(self, items: int) -> memoryview:
+        """The bytes of the first `items` numbers."""
+        return memoryview(self._numbers).cast("B")[: 4 * items]
+
     def free(self) -> None:
         """Free the memory."""
         if self._copied is not None:
@@ -176,6 +199,11 @@ class MirroredNumbers:
         self._driver.use()
         self._driver.upload(self.address, self.host_address, self._size * items)
 
+    def content(self, items: int) -> memoryview:
+        """The bytes of the first `items` numbers in host memory."""
+        found: Any = (ctypes.c_char * (self._size * items)).from_address(self.host_address)
+        return memoryview(found).cast("B")
+
     def fetch(self, items: int) -> None:
         """Queue a copy of the first numbers to the host."""
         self._driver.use()
@@ -190,6 +218,12 @@ class MirroredNumbers:
 def _aligned(rows: int, to: int = _ROW_ALIGNMENT) -> int:
     """`rows` rounded up to as many as buffers have room for."""
     return -(-rows // to) * to
+
+
+def peer_bytes(sums: Mapping[str, int], rows: int) -> int:
+    """Bytes of peer memory for steps of `rows` rows; `sums` is part of a launch plan."""
+    groups = -(-_aligned(rows) * sums["width"] // (sums["chunk"] * sums["ranks"]))
+    return _aligned(sums["data"] + 8 * groups * sums["ranks"] * sums["chunk"], _HANDLED)
 
 
 def activation_bytes(plan: Mapping[str, Any], limits: Limits) -> int:

@@ -4,7 +4,7 @@ random numbers and lists of tokens; and the reports of tokens (codegen/gpu/repor
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ class DeviceSampling:
         self._host: Any = (ctypes.c_double * self._numbers.items).from_address(self._numbers.host_address)
         self._wanted: list[DoubleArray] = []
         self._sent = driver.event()
+        self._items = 0, 0
+        """Numbers, and numbers in the lists, that the last call has sent."""
         made = [self._numbers]
         try:
             self._lists = self._make_lists(_FIRST_ROOM)
@@ -97,10 +99,10 @@ class DeviceSampling:
     def send(self, draws: Sequence[Draws], outputs: int) -> dict[str, int]:
         """Queue a copy to the GPU of the draws of a call, one for each sequence. Returns the counts of its launches."""
         if _all_greedy(draws):
-            self._wanted = []
+            self._wanted, self._items = [], (0, 0)
             return dict.fromkeys(_COUNTS, 0)
         self._wanted = [draw.reports for draw in draws if draw.reports is not None]
-        known = 0
+        known, self._items = 0, (0, 0)
         if not all(draw.plain for draw in draws):
             self._driver.wait_for(self._sent)  # what was sent before may be on its way
             ends = GpuSamplingOptions(uniforms_at=self._first)
@@ -111,7 +113,28 @@ class DeviceSampling:
             if ends.listed_at:
                 self._lists.send(int(ends.listed_at))
             self._driver.record(self._sent)
+            self._items = int(ends.uniforms_at), int(ends.listed_at)
         return _counts(draws, outputs, known)
+
+    def content(self) -> tuple[memoryview, memoryview]:
+        """The bytes of the numbers and of the lists that the last call has sent."""
+        numbers, lists = self._items
+        return self._numbers.content(numbers), self._lists.content(lists)
+
+    def receive(self, numbers: memoryview, lists: memoryview, forget: Callable[[], None]) -> None:
+        """Send what `send` sent in another process. Calls `forget` before memory moves that launches know."""
+        items = len(lists) // 4
+        if items > self._lists.items:
+            forget()
+            grown = self._make_lists(1 << (items - 1).bit_length())
+            self._lists.free()
+            self._lists = grown
+        self._driver.wait_for(self._sent)
+        for pair, content, size in ((self._numbers, numbers, 8), (self._lists, lists, 4)):
+            if content:
+                pair.content(len(content) // size)[:] = content
+                pair.send(len(content) // size)
+        self._driver.record(self._sent)
 
     def _write_sequence(self, index: int, draw: Draws, ends: GpuSamplingOptions) -> GpuSamplingOptions:
         """Write the options, random numbers and lists of sequence `index`.

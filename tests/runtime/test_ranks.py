@@ -167,7 +167,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lookup": ({"drafts": "lookup"}, UnsupportedError, "drafts do not run on 2 ranks"),
     "adapters": ({"options": TWO | {"lora.rank": "8"}}, UnsupportedError, "lora.rank: adapters"),
     "checks": ({"check_passes": True}, UsageError, "a rank alone has no logits to check"),
-    "a GPU": ({"target": "h100"}, UnsupportedError, "target h100 runs on one GPU so far"),
     "a rank": ({"options": TWO | {"shard.rank": "1"}}, UsageError, "a build makes all ranks"),
     "rows of other bits": ({"recipe": "mixllm", "drafts": ()}, UnsupportedError, "rank 1 would need other kernels"),
 }

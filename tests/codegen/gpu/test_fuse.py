@@ -10,6 +10,7 @@ import torch
 
 from qcompile.codegen.buffers import Buffer
 from qcompile.codegen.calls import (
+    AllReduce,
     Attention,
     Call,
     Combine,
@@ -210,6 +211,28 @@ SOFTMAX = Route("softmax", "softmax", "x", "scores", 64)
 TOP_K = Route("top_k", "top_k", "scores", "index", 64)
 PICK = Route("pick", "pick", "scores", "picked", 64, index="index")
 READERS = (TakeRows("a", "index", "a"), TakeRows("b", "picked", "b"))
+
+
+SUM = AllReduce("sum_over_ranks", "part", "sum", 2)
+
+
+def test_a_sum_over_ranks_adds_the_residual_stream() -> None:
+    want = fused.SumAdd("sum_over_ranks", "part", "next", "stream", 2)
+    assert fuse.add_in_sums(program(SUM, ADD)).calls == (want,)
+    found = program(SUM, ADD)
+    offsets = {buffer.name: buffer.offset for buffer in found.buffers}
+    placed = [replace(b, offset=offsets["part"]) if b.name == "next" else b for b in found.buffers]
+    assert fuse.add_in_sums(replace(found, buffers=tuple(placed))).calls == (want,)  # where the part was
+
+
+def test_a_sum_over_ranks_stays_where_its_result_is_wanted_or_would_overlap() -> None:
+    again = replace(ADD, name="again", out="later")
+    for calls in ((SUM, ADD, again), (SUM, replace(ADD, kind="mul")), (SUM, replace(ADD, weight="w", other=None))):
+        assert fuse.add_in_sums(program(*calls)).calls == calls
+    found = program(SUM, ADD)
+    offsets = {buffer.name: buffer.offset for buffer in found.buffers}
+    shifted = [replace(b, offset=offsets["part"] + 8) if b.name == "next" else b for b in found.buffers]
+    assert names(fuse.add_in_sums(replace(found, buffers=tuple(shifted)))) == ["all_reduce", "elementwise"]
 
 
 def test_steps_of_a_router_are_one_call() -> None:

@@ -1,0 +1,141 @@
+"""A model divided over GPUs (tensor parallelism) beside the same model on one GPU: decoding, prompts, and bits.
+
+    python benchmarks/gpu_ranks.py [--model llama-3-8b] [--recipe qserve] [--ranks 1 2] [--layers N] [--out FILE]
+
+Weights are random, and of the same numbers for all counts of GPUs. All runs are in one process, one after another.
+`decode_ms` is the time of a step of so many sequences with 1,024 tokens behind them. `prompt_seconds` is the time to
+the first token of a prompt. `alone`: whether the tokens of each sequence are the same without its neighbours; `agree`:
+the share of tokens, up to the first that differs, on which the divided model agrees with the first count of GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import qcompile
+from benchmarks.common import RESULTS
+from benchmarks.gpu_common import facts, this_target
+from benchmarks.gpu_e2e import MODELS
+
+BATCHES, CONTEXT, STEPS = (1, 16, 64), 1024, 128
+PROMPTS = (1024, 8192)
+REPEATS = 3
+
+
+def random_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
+    """A checkpoint of the configuration with random weights, made on the first GPU."""
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    torch.manual_seed(0)
+    tensors = {
+        name: torch.ones(value.shape, dtype=torch.bfloat16)
+        if value.dim() < 2
+        else (torch.randn(value.shape, device="cuda") * 0.02).bfloat16().cpu()
+        for name, value in model.state_dict().items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    torch.cuda.empty_cache()
+    return folder
+
+
+def tokens_of(llm: Any, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Greedy tokens."""
+    found = llm.generate(list(prompts), max_tokens=count, temperature=0, ignore_eos=True)
+    return [list(one.outputs[0].token_ids) for one in found]
+
+
+def prompt(number: int, length: int) -> list[int]:
+    """Random tokens, others for each number, so that no prompt is in the cache of another's."""
+    return random.Random(number).choices(range(100, 1100), k=length)
+
+
+def seconds(llm: Any, prompts: list[list[int]], count: int) -> float:
+    """Median time of a call."""
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        tokens_of(llm, prompts, count)
+        times.append(time.perf_counter() - started)
+    return sorted(times)[REPEATS // 2]
+
+
+def measure(llm: Any) -> dict[str, Any]:
+    """The numbers of a loaded model."""
+    row: dict[str, Any] = {"decode_ms": {}, "prompt_seconds": {}}
+    for batch in BATCHES:
+        prompts = [prompt(number, CONTEXT) for number in range(batch)]
+        seconds(llm, prompts, 2)  # prompts are in the cache from here on
+        both = seconds(llm, prompts, 2), seconds(llm, prompts, STEPS + 2)
+        row["decode_ms"][batch] = 1000 * (both[1] - both[0]) / STEPS
+    for length in PROMPTS:
+        times = []
+        for number in range(REPEATS + 1):
+            started = time.perf_counter()
+            tokens_of(llm, [prompt(1000 + number, length)], 1)
+            times.append(time.perf_counter() - started)
+        row["prompt_seconds"][length] = sorted(times[1:])[REPEATS // 2]
+    prompts = [prompt(2000 + number, 20 + 37 * number) for number in range(9)]
+    together = tokens_of(llm, prompts, 64)
+    row["alone"] = all(tokens_of(llm, [one], 64) == [found] for one, found in zip(prompts, together, strict=True))
+    row["tokens"] = together
+    return row
+
+
+def agreement(rows: list[list[int]], others: list[list[int]]) -> float:
+    """The share of tokens before the first that differs."""
+    same = 0
+    for row, other in zip(rows, others, strict=True):
+        same += next((at for at, pair in enumerate(zip(row, other, strict=True)) if pair[0] != pair[1]), len(row))
+    return same / sum(map(len, rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3-8b")
+    parser.add_argument("--recipe", default="qserve")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_ranks.json")
+    arguments = parser.parse_args()
+    config = MODELS[arguments.model] | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})
+    config = config | {"max_position_embeddings": 16384}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+        (folder := Path(place) / "model").mkdir()
+        random_checkpoint(folder, config)
+        for ranks in arguments.ranks:
+            out = Path(place) / f"out{ranks}"
+            started = time.perf_counter()
+            options = {"shard.ranks": str(ranks)}
+            qcompile.build(folder, out, target=this_target(), recipe=arguments.recipe, options=options)
+            built = time.perf_counter() - started
+            started = time.perf_counter()
+            with qcompile.load(out, max_batch=max(BATCHES)) as llm:
+                loaded = time.perf_counter() - started
+                row = {"ranks": ranks, "build_seconds": built, "load_seconds": loaded, **measure(llm)}
+            rows.append(row)
+            row["agree"] = agreement(row["tokens"], rows[0]["tokens"])
+            print(json.dumps({k: v for k, v in row.items() if k != "tokens"}), flush=True)
+    for row in rows:
+        del row["tokens"]
+    head = {**facts(), "model": arguments.model, "recipe": arguments.recipe, "layers": config["num_hidden_layers"]}
+    arguments.out.write_text(json.dumps({**head, "context": CONTEXT, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

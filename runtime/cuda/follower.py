@@ -1,0 +1,112 @@
+"""The process of a rank but the first of a model that is divided over GPUs: it repeats the steps that rank 0 plans.
+
+It answers each line of standard input by a line of JSON: when its weights are loaded, when its memory is allocated, and
+when it can write to that of the others. It ends when rank 0 closes the model, and when its standard input is closed, as
+the end of rank 0's process does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from qcompile.artifact.reader import read_checked_manifest
+from qcompile.errors import QCompileError
+from qcompile.runtime.cuda.counts import PARTS
+from qcompile.runtime.cuda.driver import driver
+from qcompile.runtime.cuda.executor import CudaExecutor
+from qcompile.runtime.cuda.load import LoadedRank, load_rank
+from qcompile.runtime.cuda.plans import PlanKind, Record, SharedPlan
+from qcompile.runtime.cuda.ranks import BEAT_SECONDS, FailWord, GpuRankSettings
+
+_PATIENCE = 2.0
+"""Seconds until the process ends in any case, once rank 0's has."""
+
+
+def main() -> None:
+    """Read the settings from standard input, follow rank 0, and exit: 0 if it ended, 1 if this rank has failed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is rank 0's, which ends the others
+    settings = GpuRankSettings(**json.loads(sys.stdin.readline()))
+    memory = SharedPlan(settings.size, settings.descriptor)
+    try:
+        gpu = driver(settings.rank)
+        failed = FailWord(gpu)
+        rank = load_rank(settings.root, read_checked_manifest(settings.root), settings.rank)
+        _say(free=gpu.memory()[0])
+        executor, opened = _joined(rank, settings.rank, failed)
+    except QCompileError as error:
+        _say(error=str(error))
+        sys.exit(1)
+    threading.Thread(target=_watch, args=(failed,), daemon=True).start()
+    threading.Thread(target=_beat, args=(memory, settings.rank), daemon=True).start()
+    _say(ready=True)
+    follow(executor, memory, settings.rank, settings.bell)
+    gpu.use()
+    gpu.synchronize()
+    for address in opened:
+        gpu.close_shared(address)
+    # The end of the process frees the memory: another rank may have not closed it yet.
+
+
+def _joined(rank: LoadedRank, number: int, failed: FailWord) -> tuple[CudaExecutor, list[int]]:
+    """This rank's executor, and the addresses of the other ranks' peer memory."""
+    executor = rank.open(**json.loads(sys.stdin.readline()))
+    own = executor.memory.allocate_peer()
+    _say(handle=executor.driver.share(own).hex())
+    handles = [bytes.fromhex(handle) for handle in json.loads(sys.stdin.readline())["handles"]]
+    opened = [executor.driver.open_shared(handle) for place, handle in enumerate(handles) if place != number]
+    executor.join(number, [*opened[:number], own, *opened[number:]], failed.address)
+    return executor, opened
+
+
+def _say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def follow(executor: CudaExecutor, memory: SharedPlan, rank: int, bell: int) -> None:
+    """Do what the plan says, until it ends or a rank fails."""
+    while not memory.failed:
+        os.eventfd_read(bell)
+        for record in memory.records(rank):
+            if record.kind == PlanKind.END:
+                return
+            _repeat(executor, record)
+
+
+def _repeat(executor: CudaExecutor, record: Record) -> None:
+    """Do what rank 0 has done, but for what only its host reads."""
+    executor.driver.use()
+    if record.kind == PlanKind.INPUTS:
+        executor.inputs.receive(record.content, record.first)
+    elif record.kind == PlanKind.NUMBERS:
+        executor.receive_draws(record.content[: record.first], record.content[record.first :])
+    elif record.kind == PlanKind.MASKS:
+        executor.receive_masks(record.content)
+    elif record.kind == PlanKind.COUNTER:
+        executor.inputs.reset_counter(record.first)
+    elif record.kind == PlanKind.FOLLOW:
+        executor.launcher.launch(executor.plan["follow"], record.counts)
+    else:
+        counts = record.counts | {"reported": 0, "kept": 0}
+        part, feed_back = PARTS[record.first // 2], bool(record.first % 2)
+        executor.launcher.run_part(counts, feed_back, part, record.second)
+
+
+def _beat(memory: SharedPlan, rank: int) -> None:
+    """Say again and again that this process runs."""
+    while True:
+        memory.beat(rank)
+        time.sleep(BEAT_SECONDS)
+
+
+def _watch(failed: FailWord) -> None:
+    """Wait for the end of rank 0's process, and end this one."""
+    sys.stdin.read()
+    failed.set()
+    time.sleep(_PATIENCE)
+    os._exit(1)

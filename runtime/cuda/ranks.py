@@ -1,0 +1,233 @@
+"""The other processes of a model that is divided over GPUs, as rank 0 starts, watches and ends them.
+
+Each process has the GPU of its rank's number among those that are visible. Rank 0 plans all steps
+(runtime/cuda/plans.py), and the others repeat them (runtime/cuda/follower.py). Kernels sum over GPUs in memory that
+each process opens of all others. The end of a process, or that it does not run, makes all sums return at once: its
+watcher here sets a word that waiting kernels look at, and steps raise the reason as an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import qcompile
+from qcompile.errors import ResourceError
+from qcompile.runtime.cuda.driver import Driver
+from qcompile.runtime.cuda.plans import PlanWriter, SharedPlan
+
+_PATIENCE = 3.0
+"""Seconds that a process has to end by itself."""
+_LOOK_SECONDS = 0.1
+"""How often it is looked at."""
+BEAT_SECONDS = 0.5
+"""How often the process of a rank says that it runs."""
+_SILENT_SECONDS = 4.0
+"""A process that said nothing for so long has failed."""
+_PLAN_BYTES = 64 << 20
+_FOLLOW = "from qcompile.runtime.cuda.follower import main; main()"
+"""What the process of a rank runs."""
+
+
+class GpuRankSettings(NamedTuple):
+    """What the process of a rank is told first, as one line of JSON."""
+
+    root: str
+    rank: int
+    descriptor: int
+    """Of the memory with the plan."""
+    size: int
+    bell: int
+    """An eventfd that tells of new records."""
+    parent: int
+    """The process of rank 0."""
+
+
+class FailWord:
+    """A word that waiting kernels look at: not 0 if a rank has failed. In the host's memory, so that any thread can set
+    it while kernels run."""
+
+    def __init__(self, gpu: Driver) -> None:
+        self._gpu = gpu
+        gpu.use()
+        self.address = gpu.pinned(4)
+        self._word = ctypes.c_int32.from_address(self.address)
+        self._word.value = 0
+
+    def set(self) -> None:
+        """Make all sums end."""
+        self._word.value = 1
+
+    def free(self) -> None:
+        """Free the word, which no kernel may read any more."""
+        self._gpu.free_pinned(self.address)
+
+
+def check_gpus(gpu: Driver, ranks: int, root: Path) -> None:
+    """Raise ResourceError unless this process sees `ranks` GPUs, each of which reaches the memory of the others."""
+    if gpu.gpus < ranks:
+        found = "one GPU is" if gpu.gpus == 1 else f"{gpu.gpus} GPUs are"
+        raise ResourceError(
+            f"{root} was built for {ranks} GPUs, {found} visible (CUDA_VISIBLE_DEVICES): build it with "
+            f"--tensor-parallel-size {max(gpu.gpus, 1)}"
+        )
+    for other in range(1, ranks):
+        if not gpu.reaches(other):
+            raise ResourceError(
+                f"GPU 0 cannot write to the memory of GPU {other}, as a model on {ranks} GPUs needs: choose GPUs that "
+                "NVLink or one PCIe switch connects (CUDA_VISIBLE_DEVICES)"
+            )
+
+
+class CudaRanks:
+    """The processes of ranks 1 and up, from before rank 0 loads its weights to the end.
+
+    `loaded` waits until all have loaded theirs, `join` until all can sum. Raises ResourceError if one cannot.
+    """
+
+    def __init__(self, root: Path, ranks: int, gpu: Driver) -> None:
+        self._memory = SharedPlan(_PLAN_BYTES)
+        self._bells = [os.eventfd(0) for _ in range(1, ranks)]
+        self.plans = PlanWriter(self._memory, self._bells)
+        self.failed = FailWord(gpu)
+        self._gpu, self._opened = gpu, list[int]()
+        self._problem, self._closing = "", False
+        self._processes: list[subprocess.Popen[str]] = []
+        try:
+            for rank, bell in enumerate(self._bells, start=1):
+                given = GpuRankSettings(
+                    str(root.absolute()), rank, self._memory.descriptor, _PLAN_BYTES, bell, os.getpid()
+                )
+                self._processes.append(_started(given))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes' numbers, from rank 1 on."""
+        return [process.pid for process in self._processes]
+
+    def loaded(self) -> int:
+        """Wait until all have loaded their weights. Returns the fewest bytes of memory that a GPU has left."""
+        return min(int(answer["free"]) for answer in self._answers())
+
+    def join(self, sizes: dict[str, int], gpu: Driver, own: int) -> list[int]:
+        """Have all open the model with these `sizes`, and exchange peer memory, of which rank 0 has that at `own`.
+
+        Returns the addresses of the peer memory of all ranks.
+        """
+        self._tell(sizes)
+        handles = [gpu.share(own).hex(), *(answer["handle"] for answer in self._answers())]
+        self._tell({"handles": handles})
+        self._opened = [gpu.open_shared(bytes.fromhex(handle)) for handle in handles[1:]]
+        for _ in self._answers():
+            pass
+        for rank, process in enumerate(self._processes, start=1):
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        return [own, *self._opened]
+
+    def check(self) -> None:
+        """Raise ResourceError if a rank has ended."""
+        if self._problem:
+            raise ResourceError(self._problem)
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        for process in self._processes:
+            with contextlib.suppress(OSError):  # it has ended: seen where its answer is read
+                process.stdin.write(json.dumps(what) + "\n")  # type: ignore[union-attr]
+                process.stdin.flush()  # type: ignore[union-attr]
+
+    def _answers(self) -> list[dict[str, Any]]:
+        """The next line of each process. Raises ResourceError with what it says, if it has failed."""
+        return [_answer(rank, process) for rank, process in enumerate(self._processes, start=1)]
+
+    def _watch(self, rank: int, process: subprocess.Popen[str]) -> None:
+        """Note the end of a process, or that it does not run any more."""
+        beats, changed = -1, time.monotonic()
+        while (status := process.poll()) is None and not self._closing:
+            if (now := self._memory.beats(rank)) != beats:
+                beats, changed = now, time.monotonic()
+            elif time.monotonic() - changed > _SILENT_SECONDS:
+                self._fail(f"rank {rank} (process {process.pid}) does not respond: load the model again")
+                process.kill()
+            time.sleep(_LOOK_SECONDS)
+        if status is not None:
+            self._fail(f"rank {rank} (process {process.pid}) {_ending(status)}: load the model again")
+
+    def _fail(self, problem: str) -> None:
+        """End all sums, and have steps raise this, unless the model is being closed or has failed before."""
+        if not self._closing and not self._problem:
+            self._problem = problem
+            self._memory.fail()
+            self.failed.set()
+
+    def close(self) -> None:
+        """End the processes; those that do not end within seconds are killed. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        hurry = threading.Timer(_PATIENCE, self.failed.set)  # a kernel may wait for a process that does not run
+        hurry.start()
+        self._gpu.use()
+        self._gpu.synchronize()
+        hurry.cancel()
+        for address in self._opened:
+            self._gpu.close_shared(address)
+        if not self._memory.failed:
+            self.plans.end()
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                process.stdin.close()  # type: ignore[union-attr]
+        for process in self._processes:
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()  # type: ignore[union-attr]
+        self.failed.free()
+        for bell in self._bells:
+            os.close(bell)
+        self._memory.close()
+
+
+def _started(settings: GpuRankSettings) -> subprocess.Popen[str]:
+    """A process that opens a rank. It ends when its standard input is closed: when this process ends, in any way."""
+    package = str(Path(qcompile.__file__).parents[1])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _FOLLOW],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=[settings.descriptor, settings.bell],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    with contextlib.suppress(OSError):  # it has ended already: seen where its answer is read
+        process.stdin.write(json.dumps(settings._asdict()) + "\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+    return process
+
+
+def _answer(rank: int, process: subprocess.Popen[str]) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # nothing or no JSON: it has ended
+        said = json.loads(process.stdout.readline())  # type: ignore[union-attr]
+    if "error" in said:
+        raise ResourceError(f"rank {rank}: {said['error']}")
+    if not said:
+        raise ResourceError(f"rank {rank} (process {process.pid}) {_ending(process.wait(_PATIENCE))} while it loaded")
+    return said
+
+
+def _ending(status: int) -> str:
+    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
