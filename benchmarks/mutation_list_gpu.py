@@ -74,8 +74,8 @@ GPU_MUTATIONS = (
     Mutation(
         "a GPU's step reads the masks of the step before",
         "runtime/cuda/launching.py",
-        "        masks()\n        self._run(counts, feed_back, _FROM_MASKS, times)\n",
-        "        self._run(counts, feed_back, _FROM_MASKS, times)\n        masks()\n",
+        "        masks()\n        self.run_part(counts, feed_back, _FROM_MASKS, times)\n",
+        "        self.run_part(counts, feed_back, _FROM_MASKS, times)\n        masks()\n",
         "tests/codegen/gpu/test_masks.py -k engine",
     ),
     Mutation(
@@ -233,10 +233,31 @@ GPU_MUTATIONS = (
         f"{CUDA} -k step_before",
     ),
     Mutation(
+        "a sum over GPUs begins with the part of rank 1",
+        "codegen/gpu/templates/all_reduce.py.jinja",
+        "    total = part0\n",
+        "    total = part1\n",
+        "tests/codegen/gpu/test_all_reduce.py -k order_of_ranks",
+    ),
+    Mutation(
+        "a large sum over GPUs adds the parts of another chunk",
+        "codegen/gpu/templates/all_reduce.py.jinja",
+        "first = group * {{ 2 * spec.ranks }} * block + place",
+        "first = group * {{ spec.ranks }} * block + place",
+        "tests/codegen/gpu/test_all_reduce.py -k order_of_ranks",
+    ),
+    Mutation(
+        "the plan for other GPUs overwrites what one has not read",
+        "runtime/cuda/plans.py",
+        "for rank in range(1, readers + 1)",
+        "for rank in range(1, readers)",
+        "tests/runtime/cuda/test_plans.py",
+    ),
+    Mutation(
         "a sum over slots that another call reads too is not stored",
         "codegen/gpu/fuse.py",
-        "return other if reads.alone(after, combine.out) and reads.disjoint([after.out], combine.reads) else None",
-        "return other if reads.disjoint([after.out], combine.reads) else None",
+        "return other if reads.alone(after, combine.out) and fits else None",
+        "return other if fits else None",
         f"{GPU_FUSE} -k not_added",
     ),
     Mutation(

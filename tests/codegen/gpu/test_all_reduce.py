@@ -49,7 +49,7 @@ def interpret_sums(ranks: int, width: int, rows: int) -> None:
     assert all(torch.equal(found[0], expected[row]) for found in alone)
 
 
-@pytest.mark.parametrize(("ranks", "width", "rows"), [(2, 300, 3), (3, 1031, 5), (4, 64, 1)])
+@pytest.mark.parametrize(("ranks", "width", "rows"), [(2, 1501, 9), (3, 1031, 5), (4, 64, 1)])
 def test_sums_are_in_the_order_of_ranks_interpreted(ranks: int, width: int, rows: int) -> None:
     interpreted(__name__, f"interpret_sums({ranks}, {width}, {rows})")
 
