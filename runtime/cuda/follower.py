@@ -43,7 +43,7 @@ def main() -> None:
         _say(error=str(error))
         sys.exit(1)
     threading.Thread(target=_watch, args=(failed,), daemon=True).start()
-    threading.Thread(target=_beat, args=(memory, settings.rank), daemon=True).start()
+    threading.Thread(target=_beat, args=(memory, settings.rank, failed), daemon=True).start()
     _say(ready=True)
     follow(executor, memory, settings.rank, settings.bell)
     gpu.use()
@@ -97,10 +97,12 @@ def _repeat(executor: CudaExecutor, record: Record) -> None:
         executor.launcher.run_part(counts, feed_back, part, record.second)
 
 
-def _beat(memory: SharedPlan, rank: int) -> None:
-    """Say again and again that this process runs."""
+def _beat(memory: SharedPlan, rank: int, failed: FailWord) -> None:
+    """Say again and again that this process runs, and make its sums end if another one has failed."""
     while True:
         memory.beat(rank)
+        if memory.failed:
+            failed.set()
         time.sleep(BEAT_SECONDS)
 
 

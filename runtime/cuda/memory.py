@@ -105,7 +105,9 @@ class DeviceMemory:
     def allocate_peer(self) -> int:
         """The address of this process's peer memory, for the sums of steps of as many rows as there is room for."""
         self.results["sums"] = self.allocate(16, "sums")
-        return self.allocate(peer_bytes(self._plan["sums"], self.rows), "sums of GPUs")
+        address = self.allocate(peer_bytes(self._plan["sums"], self.rows), "sums of GPUs")
+        self._driver.synchronize()  # zeroing, which must not come after what others write
+        return address
 
     def layer(self, layer: int) -> int:
         """The address of the cache of a layer."""

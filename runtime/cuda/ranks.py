@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import json
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -30,8 +31,9 @@ _LOOK_SECONDS = 0.1
 """How often it is looked at."""
 BEAT_SECONDS = 0.5
 """How often the process of a rank says that it runs."""
-_SILENT_SECONDS = 4.0
-"""A process that said nothing for so long has failed."""
+_SILENT_LOOKS = 40
+"""A process that said nothing while it was looked at so often, in 4 seconds, has failed. Looks are counted, not
+seconds, since processes that are stopped together, and continued, are all well."""
 _PLAN_BYTES = 64 << 20
 _FOLLOW = "from qcompile.runtime.cuda.follower import main; main()"
 """What the process of a rank runs."""
@@ -72,7 +74,9 @@ class FailWord:
 
 
 def check_gpus(gpu: Driver, ranks: int, root: Path) -> None:
-    """Raise ResourceError unless this process sees `ranks` GPUs, each of which reaches the memory of the others."""
+    """Raise ResourceError unless this process sees `ranks` GPUs, the first of which reaches the others' memory."""
+    if platform.machine() not in ("x86_64", "AMD64"):  # the plan relies on the order in which x86 stores
+        raise ResourceError(f"{root} was built for {ranks} GPUs: a host with {platform.machine()} cores runs one GPU")
     if gpu.gpus < ranks:
         found = "one GPU is" if gpu.gpus == 1 else f"{gpu.gpus} GPUs are"
         raise ResourceError(
@@ -152,11 +156,11 @@ class CudaRanks:
 
     def _watch(self, rank: int, process: subprocess.Popen[str]) -> None:
         """Note the end of a process, or that it does not run any more."""
-        beats, changed = -1, time.monotonic()
+        beats, looks = -1, 0
         while (status := process.poll()) is None and not self._closing:
             if (now := self._memory.beats(rank)) != beats:
-                beats, changed = now, time.monotonic()
-            elif time.monotonic() - changed > _SILENT_SECONDS:
+                beats, looks = now, 0
+            elif (looks := looks + 1) > _SILENT_LOOKS:
                 self._fail(f"rank {rank} (process {process.pid}) does not respond: load the model again")
                 process.kill()
             time.sleep(_LOOK_SECONDS)

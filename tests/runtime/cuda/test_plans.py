@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from qcompile.errors import ResourceError
+from qcompile.runtime.cuda import ranks
 from qcompile.runtime.cuda.follower import follow
 from qcompile.runtime.cuda.plans import PlanKind, PlanWriter, SharedPlan
+from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
 
 
 @pytest.fixture
@@ -58,6 +63,66 @@ def test_a_rank_says_that_it_runs(memory: SharedPlan) -> None:
     before = memory.beats(3)
     memory.beat(3)
     assert memory.beats(3) == before + 1 and memory.beats(2) == 0
+
+
+class Process:
+    """A process that ends with `status` once it is looked at for the last time."""
+
+    pid = 7
+
+    def __init__(self, status: int | None, looks: int = 0) -> None:
+        self.status, self.looks, self.killed = status, looks, False
+
+    def poll(self) -> int | None:
+        self.looks -= 1
+        return -9 if self.killed else self.status if self.looks < 0 else None
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize(
+    ("process", "beats", "problem"),
+    [
+        (Process(-9), True, "rank 1 (process 7) was ended by signal 9"),
+        (Process(3, 4), True, "rank 1 (process 7) ended with status 3"),
+        (Process(None), False, "rank 1 (process 7) does not respond"),
+        (Process(0, 300), True, "rank 1 (process 7) ended with status 0"),
+    ],
+)
+def test_a_rank_that_ends_or_does_not_run_is_noticed(
+    memory: SharedPlan, process: Process, beats: bool, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words: list[str] = []
+    found = object.__new__(CudaRanks)
+    found._memory, found._closing, found._problem = memory, False, ""
+    found.failed = SimpleNamespace(set=lambda: words.append("set"))  # type: ignore[assignment]
+    looks = iter(range(1000))
+
+    def sleep(seconds: float) -> None:
+        if beats and next(looks) % 5 == 0:  # it beats five times as seldom as it is looked at
+            memory.beat(1)
+
+    monkeypatch.setattr(ranks.time, "sleep", sleep)
+    found._watch(1, process)  # type: ignore[arg-type]
+    with pytest.raises(ResourceError, match=re.escape(problem)):
+        found.check()
+    assert memory.failed and words == ["set"] and process.killed == (not beats)
+
+
+def test_gpus_that_cannot_be_used_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpus(count: int, reached: bool) -> Any:
+        return SimpleNamespace(gpus=count, reaches=lambda other: reached)
+
+    place = Path("out")
+    check_gpus(gpus(2, True), 2, place)
+    with pytest.raises(ResourceError, match="out was built for 2 GPUs, one GPU is visible"):
+        check_gpus(gpus(1, True), 2, place)
+    with pytest.raises(ResourceError, match="GPU 0 cannot write to the memory of GPU 1"):
+        check_gpus(gpus(2, False), 2, place)
+    monkeypatch.setattr(ranks.platform, "machine", lambda: "aarch64")
+    with pytest.raises(ResourceError, match="aarch64 cores runs one GPU"):
+        check_gpus(gpus(2, True), 2, place)
 
 
 class Repeated:
