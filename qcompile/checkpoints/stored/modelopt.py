@@ -39,7 +39,7 @@ def modelopt(quantization: dict[str, Any], floats: Find) -> Find:
     """The reader for a checkpoint with this `quantization_config`: `floats` for FP8. Raises UnsupportedError."""
     stated = quantization.get("quantization")
     inner = stated if isinstance(stated, dict) else quantization
-    if one_of(METHOD, "quant_algo", inner.get("quant_algo"), ("fp8", "nvfp4")) == "fp8":
+    if one_of(METHOD, "quant_algo", inner.get("quant_algo"), ("fp8", NVFP4.name)) == "fp8":
         return floats
     one_of(METHOD, "group_size", inner.get("group_size") or NVFP4.group, (NVFP4.group,))
     return _find_nvfp4

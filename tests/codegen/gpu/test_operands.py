@@ -34,6 +34,9 @@ JSON = [
     (operands.NumberRef(7), {"kind": "number", "value": 7}),
     (operands.DraftRef("decoded"), {"kind": "draft", "name": "decoded"}),
     (operands.StateRef("last"), {"kind": "state", "name": "last"}),
+    (operands.PeerRef(), {"kind": "peer"}),
+    (operands.PeerRef(3), {"kind": "peer", "of": 3}),
+    (operands.RankRef(), {"kind": "rank"}),
 ]
 
 

@@ -73,7 +73,10 @@ def test_each_step_lowers_the_output_error(format: str) -> None:
         choice = gptq.choose(w, moments(x), rounder(format, len(w)), clip=clip, gptq=use_gptq, damping=0.01)
         errors[clip, use_gptq] = lost(w, choice.parts, format, x)
         assert choice.error == pytest.approx(errors[clip, use_gptq], rel=1e-2)
-    assert errors[True, False] < nearest * (1.0 if format in ("w8_sym_channel", "mxfp4") else 0.95)
+    if weight_format(format).bits == 8 and weight_format(format).group:
+        assert errors[True, False] <= nearest  # clipping betters no small group: it has steps to spare
+    else:
+        assert errors[True, False] < nearest * (1.0 if format in ("w8_sym_channel", "mxfp4") else 0.95)
     assert errors[False, True] < 0.8 * nearest
     assert errors[True, True] < errors[True, False]
 
