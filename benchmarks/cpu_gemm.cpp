@@ -44,15 +44,15 @@ double median(std::vector<double> v) {
 }
 
 // Runs f(tid) on all threads at once; workers spin between jobs.
-struct Team {
+struct ThreadPool {
   int threads;
   std::atomic<int> generation{0}, left{0};
   void (*job)(void*, int) = nullptr;
   void* argument = nullptr;
-  explicit Team(int n) : threads(n) {
+  explicit ThreadPool(int n) : threads(n) {
     pin(0);
     for (int t = 1; t < n; ++t) {
-      auto* start = new std::pair<Team*, int>(this, t);
+      auto* start = new std::pair<ThreadPool*, int>(this, t);
       pthread_t id;
       pthread_create(&id, nullptr, work, start);
     }
@@ -64,12 +64,12 @@ struct Team {
     sched_setaffinity(0, sizeof set, &set);
   }
   static void* work(void* p) {
-    auto [team, tid] = *(std::pair<Team*, int>*)p;
+    auto [pool, tid] = *(std::pair<ThreadPool*, int>*)p;
     pin(tid);
     for (int seen = 0;; ++seen) {
-      while (team->generation == seen) __builtin_ia32_pause();
-      team->job(team->argument, tid);
-      --team->left;
+      while (pool->generation == seen) __builtin_ia32_pause();
+      pool->job(pool->argument, tid);
+      --pool->left;
     }
   }
   template <class Fn>
@@ -84,13 +84,13 @@ struct Team {
 };
 
 volatile float sink;
-double read_rate(Team& team, size_t bytes, int times) {
+double read_rate(ThreadPool& pool, size_t bytes, int times) {
   double start = now();
-  team.run([&](int tid) {
+  pool.run([&](int tid) {
     f32x16 sum[4] = {};
-    const char* p = arena + bytes / team.threads * tid;
+    const char* p = arena + bytes / pool.threads * tid;
     for (int t = 0; t < times; ++t)
-      for (size_t i = 0; i < bytes / team.threads; i += 256) {
+      for (size_t i = 0; i < bytes / pool.threads; i += 256) {
         __builtin_prefetch(p + i + 4096), __builtin_prefetch(p + i + 4160);
         __builtin_prefetch(p + i + 4224), __builtin_prefetch(p + i + 4288);
         for (int j = 0; j < 4; ++j) sum[j] = bitcast<f32x16>(bitcast<i32x16>(sum[j]) | load<i32x16>(p + i + j * 64));
@@ -103,10 +103,10 @@ double read_rate(Team& team, size_t bytes, int times) {
 // 1e9 operations per second (a multiply and an add are two) of 8 independent chains of one primitive with register
 // operands.
 template <class A, class Dot>
-double peak_rate(Team& team, double ops, A zero, Dot dot) {
+double peak_rate(ThreadPool& pool, double ops, A zero, Dot dot) {
   constexpr int kIterations = 400000;
   double start = now();
-  team.run([&](int) {
+  pool.run([&](int) {
     A start_at[8] = {zero, zero, zero, zero, zero, zero, zero, zero};
     asm volatile("" : "+m"(start_at));  // keeps the compiler from merging equal chains
     A a = start_at[0], b = start_at[1], c = start_at[2], d = start_at[3];
@@ -117,7 +117,7 @@ double peak_rate(Team& team, double ops, A zero, Dot dot) {
     A all[8] = {a, b, c, d, e, f, g, h};
     asm volatile("" : : "m"(all));
   });
-  return 8.0 * kIterations * ops * team.threads / (now() - start) / 1e9;
+  return 8.0 * kIterations * ops * pool.threads / (now() - start) / 1e9;
 }
 
 struct Case {
@@ -228,10 +228,10 @@ void call(const Case& c, const Gemm& g, const Worker& w) {
 }
 
 // Seconds for one call per copy of every case.
-double pass(Team& team, const std::vector<Case>& cases) {
+double pass(ThreadPool& pool, const std::vector<Case>& cases) {
   double start = now();
   for (const Case& c : cases)
-    for (const Gemm& g : c.copies) team.run([&](int tid) { call(c, g, {tid, team.threads, scratch[tid]}); });
+    for (const Gemm& g : c.copies) pool.run([&](int tid) { call(c, g, {tid, pool.threads, scratch[tid]}); });
   return now() - start;
 }
 
@@ -248,7 +248,7 @@ struct Mode {
   size_t read_bytes;    // working set of the read bandwidth measurement
 };
 
-void measure(Team& team, const Mode& mode, int format, int m) {
+void measure(ThreadPool& pool, const Mode& mode, int format, int m) {
   std::vector<Case> cases;
   size_t used = 0;
   for (Shape2 s : mode.shapes) {
@@ -258,13 +258,13 @@ void measure(Team& team, const Mode& mode, int format, int m) {
   double bytes = 0, ops = 0;
   for (const Case& c : cases)
     bytes += (double)c.bytes * c.copies.size(), ops += 2.0 * c.m * c.n * c.k * c.copies.size();
-  pass(team, cases);
+  pass(pool, cases);
   std::vector<double> seconds, reads;
   for (int r = 0; r < 9; ++r) {
     double t = 0;
-    for (int i = 0; i < mode.passes; ++i) t += pass(team, cases);
+    for (int i = 0; i < mode.passes; ++i) t += pass(pool, cases);
     seconds.push_back(t / mode.passes);
-    reads.push_back(read_rate(team, mode.read_bytes, (int)(((size_t)256 << 20) / mode.read_bytes)));
+    reads.push_back(read_rate(pool, mode.read_bytes, (int)(((size_t)256 << 20) / mode.read_bytes)));
   }
   const double t = median(seconds), rate = bytes / t / 1e9, read = median(reads);
   printf("%-14s %-18s M=%-3d %8.2f GB/s (%3.0f%% of read %6.2f)  %8.1f GOPS\n", mode.name, kFormats[format], m, rate,
@@ -273,7 +273,7 @@ void measure(Team& team, const Mode& mode, int format, int m) {
 }
 
 // Time of mix_4_8 (int8 activations, scale per 128) relative to w4_asym_g128 (per token), from memory if M is small.
-void compare_mix(Team& team) {
+void compare_mix(ThreadPool& pool) {
   for (Shape2 s : {Shape2{4096, 4096}, Shape2{11008, 4096}})
     for (int m : {1, 8, 64, 512}) {
       size_t used = 0;
@@ -281,11 +281,11 @@ void compare_mix(Team& team) {
       for (int i = 0; i < 2; ++i) {
         cases[i].push_back({i ? kMix : kGroup4, m, s.n, s.k, {}, {}, {}, 0});
         place(cases[i][0], m > 8 ? 0 : (size_t)160 << 20, used);
-        pass(team, cases[i]);
+        pass(pool, cases[i]);
       }
       std::vector<double> seconds[2], ratios;
       for (int r = 0; r < 15; ++r) {
-        for (int i = 0; i < 2; ++i) seconds[i].push_back(pass(team, cases[i]) / cases[i][0].copies.size());
+        for (int i = 0; i < 2; ++i) seconds[i].push_back(pass(pool, cases[i]) / cases[i][0].copies.size());
         ratios.push_back(seconds[1].back() / seconds[0].back());
       }
       printf("mix N=%-6d K=%d M=%-4d w4a8 %9.1f us  mix_4_8 %9.1f us  ratio %.3f  (bytes %.3f)\n", s.n, s.k, m,
@@ -314,7 +314,7 @@ int main(int argc, char** argv) {
 #if defined(QC_AMX)
   if (syscall(SYS_arch_prctl, 0x1023, 18)) return fprintf(stderr, "cpu_gemm: the system grants no AMX tiles\n"), 5;
 #endif
-  Team team(atoi(argv[1]));
+  ThreadPool pool(atoi(argv[1]));
   const std::string wanted = argv[2], only = argc > 3 ? argv[3] : "";
   arena = (char*)mmap(nullptr, kArena + (2 << 20), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   arena = (char*)(((size_t)arena + (2 << 20) - 1) & ~(((size_t)2 << 20) - 1));
@@ -322,17 +322,17 @@ int main(int argc, char** argv) {
   uint64_t seed = 1;
   for (size_t i = 0; i < kArena / 8; ++i)
     ((uint64_t*)arena)[i] = seed = seed * 6364136223846793005u + 1442695040888963407u;
-  for (int t = 0; t < team.threads; ++t) scratch.push_back(huge_pages(gemm_scratch_bytes(5632)));
+  for (int t = 0; t < pool.threads; ++t) scratch.push_back(huge_pages(gemm_scratch_bytes(5632)));
   alignas(64) static uint8_t w[64];
   alignas(64) static float x[16] = {1, 2, 3};
   printf("int8 %.0f GOPS, bf16 %.0f, f32 %.0f GFLOPS\n",
-         peak_rate(team, 128, i_set(0), [](I16 a) { return dot_small(a, b_load(w), (const int8_t*)x); }),
-         peak_rate(team, 64, f_set(0), [](F16 a) { return bf_dot(a, b_load(w), (const BfX*)x); }),
-         peak_rate(team, 32, f_set(0), [](F16 a) { return f_dot(a, f_load((float*)w), x); }));
-  if (wanted == "mix") compare_mix(team);
+         peak_rate(pool, 128, i_set(0), [](I16 a) { return dot_small(a, b_load(w), (const int8_t*)x); }),
+         peak_rate(pool, 64, f_set(0), [](F16 a) { return bf_dot(a, b_load(w), (const BfX*)x); }),
+         peak_rate(pool, 32, f_set(0), [](F16 a) { return f_dot(a, f_load((float*)w), x); }));
+  if (wanted == "mix") compare_mix(pool);
   for (const Mode& mode : modes())
     for (int f = 0; f < kFormatCount && wanted == mode.name; ++f)
       for (int m : mode.tokens)
-        if (only.empty() || only == kFormats[f]) measure(team, mode, f, m);
+        if (only.empty() || only == kFormats[f]) measure(pool, mode, f, m);
   _exit(0);  // the workers never stop spinning
 }

@@ -89,7 +89,7 @@ def main() -> None:
             with qcompile.load(artifacts[recipe], gamma=gamma, prefix_caching=False) as llm:
                 for name, options in OPTIONS.items():
                     for way in ("python", "library") if gamma == 0 else ("library",):
-                        Executor.draws = llm.engine.scheduler.draws = way == "library"
+                        Executor.samples = llm.engine.scheduler.samples = way == "library"
                         speed, tokens = decoded(llm, prompts, options)
                         speeds.setdefault((recipe, gamma, name, way), []).append(speed)
                         wanted = first.setdefault((recipe, name), tokens)

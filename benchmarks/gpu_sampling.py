@@ -28,7 +28,7 @@ from qcompile import SamplingParams
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import RequestOutput
-from qcompile.runtime.sampling.draws import Draws
+from qcompile.runtime.sampling.inputs import SamplingInputs
 from qcompile.runtime.sampling.logprobs import Logprob, logprobs_of, reported_logprobs
 from qcompile.runtime.sampling.sampling import Sampler
 
@@ -59,23 +59,23 @@ RECIPES, GAMMAS, TOKENS = ("nested", "qspec", "quantspec", "ml-specqd+other", "n
 
 
 def rate(executor: CudaExecutor, batch: int, options: dict[str, Any]) -> float:
-    """Tokens per second with the kernels' draws; greedy without options."""
+    """Tokens per second with sampling by kernels; greedy without options."""
     rows = sequences(executor, batch, CONTEXT, STEPS)
     params = SamplingParams(**options)
     vocab = executor.limits.vocab
 
-    def draws(steps: int) -> list[Draws]:
-        return [_sampler(params, i, vocab).draws(CONTEXT, steps) for i in range(batch)] if options else []
+    def sampling(steps: int) -> list[SamplingInputs]:
+        return [_sampler(params, i, vocab).inputs(CONTEXT, steps) for i in range(batch)] if options else []
 
-    executor.decode(rows, 8, draws(8))
+    executor.decode(rows, 8, sampling(8))
     best = 0.0
     for _ in range(3):
-        given = draws(STEPS)
+        given = sampling(STEPS)
         started = time.perf_counter()
         tokens = executor.decode(rows, STEPS, given)
-        for index, draw in enumerate(given):
-            if draw.reports is not None:
-                reported_logprobs(draw.reports, tokens[index::batch], None)
+        for index, inputs in enumerate(given):
+            if inputs.reports is not None:
+                reported_logprobs(inputs.reports, tokens[index::batch], None)
         best = max(best, batch * STEPS / (time.perf_counter() - started))
     return best
 
@@ -133,10 +133,10 @@ def exactness(path: Path, prompts: list[str]) -> dict[str, Any]:
             found["drafts"] = by_gamma
         some = range(0, len(prompts), 8)
         found["alone"] = _differing([plain[i] for i in some], [tokens(0, range(i, i + 1))[0] for i in some])
-        CudaExecutor.draws = False
-        llm.engine.scheduler.draws = False
+        CudaExecutor.samples = False
+        llm.engine.scheduler.samples = False
         found["by_host"] = _differing(plain, tokens(0), 1e-11)
-        CudaExecutor.draws = True
+        CudaExecutor.samples = True
     return found
 
 

@@ -44,7 +44,7 @@ from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.masks import DeviceMasks
 from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.sampling.draws import GREEDY
+from qcompile.runtime.sampling.inputs import GREEDY
 from qcompile.runtime.sampling.masks import Masks
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server import app
@@ -170,11 +170,11 @@ def masks(batch: int, name: str) -> dict[str, Any]:
     assert grammar is not None
     device = DeviceMasks(clock, batch, vocab)  # type: ignore[arg-type]
     states = [grammar.start() for _ in range(batch)]
-    draws = [GREEDY._replace(masks=Masks(state, 1)) for state in states]
+    sampling = [GREEDY._replace(masks=Masks(state, 1)) for state in states]
     waited: list[float] = []
     for _ in range(MASK_STEPS):
         began = time.process_time()
-        device.want([Rows([1], 0, (), 1)] * batch, draws)
+        device.want([Rows([1], 0, (), 1)] * batch, sampling)
         device.grow()
         device.send()
         waited.append(time.process_time() - began)

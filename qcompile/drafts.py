@@ -32,7 +32,7 @@ from qcompile.report.figures import DraftFigures
 LOOKUP = "lookup"
 """A draft without a model: it proposes what followed an earlier occurrence of the text's suffix (prompt lookup)."""
 
-LOOKUP_LEVEL = {"lookup": 8, "gamma": 7}
+LOOKUP_STAGE = {"lookup": 8, "gamma": 7}
 """The longest suffix to look up, and the number of tokens to copy where a model would draft."""
 
 SEPARATE_DRAFT = (4, 0.0)
@@ -67,7 +67,7 @@ class DraftPath:
         program = json.loads(self.program.to_json())
         return DraftFigures(self.name, program, self.shares_cache, [record.facts for record in self.passes])
 
-    def level(self, kernels: KernelFiles, places: Mapping[str, int]) -> dict[str, Any]:
+    def stage(self, kernels: KernelFiles, places: Mapping[str, int]) -> dict[str, Any]:
         """The path's entry in the manifest; `places` has the index of each packed weight by name."""
         return {
             "path": self.name,
@@ -201,12 +201,12 @@ def draft_paths(
 # ---- the manifest --------------------------------------------------------------------------------------
 
 
-def levels(
+def draft_stages(
     paths: Sequence[DraftPath], lookup: bool, kernels: KernelFiles, weights: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The manifest's runtime.levels: an entry for each draft path, then one for prompt lookup.
+    """The draft stages in the manifest (`runtime.levels`): an entry for each draft path, then one for prompt lookup.
 
     `weights` is the manifest's runtime.weights, which starts with the target's.
     """
     places = {entry["name"]: index for index, entry in enumerate(weights)}
-    return [path.level(kernels, places) for path in paths] + ([dict(LOOKUP_LEVEL)] if lookup else [])
+    return [path.stage(kernels, places) for path in paths] + ([dict(LOOKUP_STAGE)] if lookup else [])

@@ -36,7 +36,7 @@ from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import PackedWeight, WeightTable, stream
 from qcompile.codegen.program import Program
 from qcompile.codegen.rank_programs import rank_programs
-from qcompile.drafts import LOOKUP, DraftPath, Drafts, draft_paths, levels
+from qcompile.drafts import LOOKUP, DraftPath, Drafts, draft_paths, draft_stages
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassRecord
 from qcompile.passes.calibration import outliers, perplexity
@@ -64,7 +64,7 @@ class CompilationPlan:
     """A model after all stages but code generation. Making one reads no weights.
 
     `graphs` are the graphs after each pass, `files` the artifact's small files by name; all paths share `weights`.
-    `lookup` says whether the last level of speculation is prompt lookup. `ranks` are the programs of all processes that
+    `lookup` says whether the last draft stage is prompt lookup. `ranks` are the programs of all processes that
     run the model together, which differ in weights alone; empty if there is one.
     """
 
@@ -312,7 +312,7 @@ def _manifest(
 ) -> dict[str, Any]:
     """The manifest, except for what the writer adds. It has no times and no paths, so builds are reproducible."""
     final = planned.graphs[-1]
-    drafting = levels(planned.drafts, planned.lookup, kernels, weights)
+    drafting = draft_stages(planned.drafts, planned.lookup, kernels, weights)
     places = {entry["name"]: index for index, entry in enumerate(weights)}
     ranks = [[places[name] for name in program.weights] for program in planned.ranks]
     return describe.versions(kernels) | {

@@ -75,7 +75,7 @@ class LoadedArtifact:
     """ctypes array: the address of each tensor, in the order of manifest["runtime"]["weights"], or of the rank."""
     library: ctypes.CDLL
     drafts: tuple[DraftLibrary | None, ...]
-    """For each of manifest["runtime"]["levels"]; None for a lookup."""
+    """For each draft stage of the manifest; None for a lookup."""
 
 
 def available_memory() -> int:
@@ -120,8 +120,8 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int 
     if size > available_memory():
         raise ResourceError(f"{root}: weights take {size:,} bytes, {available_memory():,} are available")
     arena = Arena(size)
-    levels: list[dict[str, Any]] = runtime.get("levels") or []
-    names = [runtime["library"], *(level["library"] for level in levels if "library" in level)]
+    stages: list[dict[str, Any]] = runtime.get("levels") or []
+    names = [runtime["library"], *(stage["library"] for stage in stages if "library" in stage)]
     missing = [name for name in names if name not in files]
     if missing:
         raise ArtifactError(f"{root}: library {missing[0]} is not in the manifest; build it again")
@@ -134,10 +134,10 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int 
     if ranks:
         _forget(arena, addresses, [entry["bytes"] for entry in entries])
     drafts = (
-        DraftLibrary(opened[level["library"]], _pointers([addresses[i] for i in level["weights"]]))
-        if "library" in level
+        DraftLibrary(opened[stage["library"]], _pointers([addresses[i] for i in stage["weights"]]))
+        if "library" in stage
         else None
-        for level in levels
+        for stage in stages
     )
     return LoadedArtifact(root, manifest, arena, _pointers(addresses), opened[runtime["library"]], tuple(drafts))
 

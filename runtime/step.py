@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
 
 from qcompile.runtime.sampling.arrays import FloatArray
-from qcompile.runtime.sampling.draws import Draws
+from qcompile.runtime.sampling.inputs import SamplingInputs
 
 Rate = Literal["memory", "int8", "f32", "bf16"]
 """A peak rate of a machine: GB/s of memory, and thousand millions of operations per second of each type."""
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
     """KV pages of the sequence, enough for the last position."""
     outputs: int
     known: int = 0
-    """Number of leading outputs that are followed by a token of the prompt (`Draws.known`)."""
+    """Number of leading outputs that are followed by a token of the prompt (`SamplingInputs.known`)."""
     slot: int = 0
     """The sequence's slot of recurrent states, if the model has any."""
     certain: int = EVERYTHING
@@ -120,33 +120,35 @@ class StepExecutor(Protocol):
     """Width of the embeddings that rows may have (`Rows.embeds`); 0 if they may have none."""
     hidden: HiddenStates | str
     """Gives hidden states; if the model cannot, the rest of a sentence that says why and what to do."""
-    draws: bool
+    samples: bool
     """Whether steps can sample tokens, apply biases and penalties, and report log probabilities. If so, the "argmax" of
-    a sequence is the token that its Draws choose, and its reports are written."""
+    a sequence is the token that its sampling inputs choose, and its reports are written."""
 
     asks_for_masks: bool
-    """Whether a call of several steps, or of rounds, asks for the masks of its later steps (`Draws.masks`). If not, a
-    sequence with a grammar takes one step a call."""
+    """Whether a call of several steps, or of rounds, asks for the masks of its later steps (`SamplingInputs.masks`). If
+    not, a sequence with a grammar takes one step a call."""
     overlaps: bool
     """Whether the host can do other work after `start`, while the step runs."""
 
     def step(
-        self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
+        self, sequences: Sequence[Rows], logits: bool, sampling: Sequence[SamplingInputs] = ()
     ) -> tuple[list[int], FloatArray | None]:
         """Run one step. Returns the argmax of every output row and, if `logits`, the logits [outputs, vocab].
 
         The logits are valid until the next call. Biases and penalties of a sequence are applied to its logits. The
-        argmax of a row whose next token is known (`Draws.known`) is -1 if the row's logits are not finite, and has no
-        other meaning.
+        argmax of a row whose next token is known (`SamplingInputs.known`) is -1 if the row's logits are not finite, and
+        has no other meaning.
         """
 
-    def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
+    def decode(self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()) -> list[int]:
         """Run `steps` steps of one row a sequence, each with the tokens of the step before.
 
         Returns the tokens [steps, sequences], flattened.
         """
 
-    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
+    def start(
+        self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()
+    ) -> Callable[[], list[int]]:
         """Start `step` (if `steps` is 1) or `decode`. Returns a function that waits for the tokens and returns them.
 
         A second step may be started before the first is waited for. In its rows, token -1 - i stands for the token of

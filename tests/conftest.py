@@ -42,7 +42,7 @@ MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 
 def pytest_configure() -> None:
-    """Each of the processes that share the tests takes cores of its own: teams of threads that spin do not share.
+    """Each of the processes that share the tests takes cores of its own: pools of threads that spin do not share.
 
     torch traces without its cache of fake tensors, which costs more than it saves for models of few layers.
     """

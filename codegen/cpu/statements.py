@@ -303,7 +303,7 @@ class Statements:
     def _logits(self, c: Logits, _: int) -> list[str]:
         x = self.program.buffer(c.x)
         copied = f"copy_rows({self.mine(c.x)}, {ident(c.x)}, {x.stride}, kVocab, s.logits());"
-        return [copied, "m.team->sync(tid);", "s.look_for_best();"]
+        return [copied, "m.pool->sync(tid);", "s.look_for_best();"]
 
     def _rope_append(self, c: RopeAppend, _: int) -> list[str]:
         table = "nullptr"

@@ -55,7 +55,7 @@ def sample_kernel(kind: str, by: str, vocab: int, capability: int) -> Kernel:
     names += {
         "narrow": ["state", "totals", "alive", "done"],
         "mass": ["p_state", "p_totals", "P", *parts_of],
-        "pick": [*parts_of, "positions", "draws", "argmax", "k_totals", "K", "p_totals", "P"],
+        "pick": [*parts_of, "positions", "uniforms", "argmax", "k_totals", "K", "p_totals", "P"],
     }[kind]
     arguments = tuple(Argument(name, _TYPES.get(name, "*fp64")) for name in names)
     titles = {"narrow": f"A pass of the search for the limit of {by}", "mass": "The weights of each part of the logits"}
@@ -107,7 +107,7 @@ def _largest(vocab: int, name: str) -> ScratchRef:
 def sampling(call: str, vocab: int, capability: int) -> Iterator[Launch]:
     """The launches that sample in rows with a temperature. They run after the argmax, which they overwrite."""
     parts = -(-vocab // PART)
-    refs: Operands = {name: InputRef(name) for name in (*_ROW, "positions", "draws", "argmax")}
+    refs: Operands = {name: InputRef(name) for name in (*_ROW, "positions", "uniforms", "argmax")}
     refs |= {"part_value": _largest(vocab, "part_value"), "K": CountRef("top_k"), "P": CountRef("top_p")}
     sizes = {
         "alive": 4 * parts,

@@ -51,20 +51,21 @@ class KernelFiles:
 def runtime(
     kernels: KernelFiles,
     weights: list[dict[str, Any]],
-    levels: Sequence[Mapping[str, Any]],
+    stages: Sequence[Mapping[str, Any]],
     vocab_size: int,
     kv: Mapping[str, Any],
     ranks: Sequence[Sequence[int]] = (),
 ) -> dict[str, Any]:
-    """The section that the runtime loads by: `weights` from ArtifactWriter.add_weights, `levels` from drafts.levels.
+    """The section that the runtime loads by: `weights` are from ArtifactWriter.add_weights, and `stages` from
+    drafts.draft_stages.
 
-    A level's `weights` are indices into the list of all weights, which starts with the target's; its `kv` is null if
-    the path uses the target's cache. `ranks` are such indices for each of several processes that run the model.
+    A draft stage's `weights` are indices into the list of all weights, which starts with the target's; its `kv` is null
+    if the path uses the target's cache. `ranks` are such indices for each of several processes that run the model.
     """
     return {
         "abi": kernels.abi,
         "library": kernels.library("model"),
-        "levels": list(levels),
+        "levels": list(stages),
         "weights": weights,
         "max_tokens": kernels.most_rows,
         "max_outputs": kernels.most_outputs,

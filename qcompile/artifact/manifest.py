@@ -112,9 +112,9 @@ def check_manifest(manifest: dict[str, Any], place: str = "manifest") -> None:
         raise ArtifactError(f"{place}.runtime.kv.ring_tokens is not three groups of whole pages; build it again")
     weights = Whole(0, len(runtime["weights"]) - 1)
     check_shape(runtime, {"ranks": Maybe([[weights]])}, f"{place}.runtime")
-    for number, level in enumerate(runtime.get("levels") or []):
-        shape = _LOOKUP if "lookup" in level else _PATH | {"weights": [weights]}
-        check_shape(level, shape, f"{place}.runtime.levels[{number}]")
+    for number, stage in enumerate(runtime.get("levels") or []):
+        shape = _LOOKUP if "lookup" in stage else _PATH | {"weights": [weights]}
+        check_shape(stage, shape, f"{place}.runtime.levels[{number}]")
     if tuned := manifest.get("tuned"):
         _check_times(tuned["table"], f"{place}.tuned.table")
 

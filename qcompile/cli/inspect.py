@@ -29,10 +29,10 @@ def summary(path: Path) -> dict[str, Any]:
         kind = "weights" if name.startswith("weights-") else "kernels" if name.startswith("kernels/") else "other"
         sizes[kind] += entry["bytes"]
     sizes["total"] = sum(sizes.values())
-    levels = manifest["runtime"].get("levels") or []
-    drafts = [_level(level) for level in levels]
+    stages = manifest["runtime"].get("levels") or []
+    drafts = [_stage(stage) for stage in stages]
     sizes["kv_per_token"] = _per_token(kv) + sum(draft.get("kv_per_token", 0) for draft in drafts)
-    if slots := sum(place.get("slot_bytes") or 0 for place in (kv, *(level.get("kv") or {} for level in levels))):
+    if slots := sum(place.get("slot_bytes") or 0 for place in (kv, *(stage.get("kv") or {} for stage in stages))):
         sizes["states_per_request"] = slots
     return {
         "model": manifest["model"],
@@ -49,13 +49,13 @@ def summary(path: Path) -> dict[str, Any]:
     }
 
 
-def _level(level: dict[str, Any]) -> dict[str, Any]:
-    """A level of speculation in short: a path with the target's cache or its own, or a lookup."""
-    if "lookup" in level:
-        return {"kind": "lookup", "gamma": level["gamma"]}
-    entry = {"kind": level["path"], "gamma": level["gamma"], "cache": "shared", "weights": len(level["weights"])}
-    entry["passes"] = level.get("passes") or []
-    return entry | {"cache": "own", "kv_per_token": _per_token(level["kv"])} if level.get("kv") else entry
+def _stage(stage: dict[str, Any]) -> dict[str, Any]:
+    """A draft stage in short: a path with the target's cache or its own, or a lookup."""
+    if "lookup" in stage:
+        return {"kind": "lookup", "gamma": stage["gamma"]}
+    entry = {"kind": stage["path"], "gamma": stage["gamma"], "cache": "shared", "weights": len(stage["weights"])}
+    entry["passes"] = stage.get("passes") or []
+    return entry | {"cache": "own", "kv_per_token": _per_token(stage["kv"])} if stage.get("kv") else entry
 
 
 def _per_token(kv: dict[str, Any]) -> int:
@@ -72,7 +72,7 @@ def passes(path: Path) -> list[dict[str, Any]]:
     """
     manifest = read_checked_manifest(path)
     paths = {"model": manifest["passes"]}
-    paths |= {level["path"]: level.get("passes") or [] for level in _drafting(manifest)}
+    paths |= {stage["path"]: stage.get("passes") or [] for stage in _drafting(manifest)}
     measured = _measured(path)
     return [
         {"path": path, "notes": []}
@@ -98,8 +98,8 @@ def _measured(path: Path) -> dict[str, dict[str, float | None]]:
 
 
 def _drafting(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """The levels of speculation that are paths."""
-    return [level for level in manifest["runtime"].get("levels") or [] if "path" in level]
+    """The draft stages that are paths."""
+    return [stage for stage in manifest["runtime"].get("levels") or [] if "path" in stage]
 
 
 def passes_as_text(listed: list[dict[str, Any]]) -> str:

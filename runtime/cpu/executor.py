@@ -17,7 +17,7 @@ from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.cpu.ranks import RankProcesses
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.sampling.arrays import FloatArray
-from qcompile.runtime.sampling.draws import Draws
+from qcompile.runtime.sampling.inputs import SamplingInputs
 from qcompile.runtime.sampling.logprobs import alternatives_of
 from qcompile.runtime.sampling.masks import GrammarState
 from qcompile.runtime.sampling.penalties import Penalties
@@ -38,8 +38,8 @@ def _fill_mask(grammar: GrammarState, tokens: Any, count: int, mask: int, words:
     grammar.fill(tokens[:count], mask, words)
 
 
-class QcDraws(ctypes.Structure):
-    """`qc_draws` of the generated library: how the tokens of a sequence are drawn."""
+class QcSampling(ctypes.Structure):
+    """`qc_sampling` of the generated library: sampling inputs, how the tokens of a sequence are chosen."""
 
     _fields_ = [
         ("temperature", ctypes.c_double),
@@ -70,51 +70,51 @@ class QcDraws(ctypes.Structure):
     ]
 
 
-def draws_array(draws: Sequence[Draws]) -> Any:
-    """`draws` as an array of QcDraws, which owns what they point to; None if only the argmax is wanted."""
-    if all(draw.plain for draw in draws):
+def sampling_array(sampling: Sequence[SamplingInputs]) -> Any:
+    """`sampling` as an array of QcSampling, which owns what they point to; None if only the argmax is wanted."""
+    if all(inputs.plain for inputs in sampling):
         return None
-    result: Any = (QcDraws * len(draws))()
-    uniforms: Any = (ctypes.c_double * sum(len(draw.uniforms) for draw in draws))()
+    result: Any = (QcSampling * len(sampling))()
+    uniforms: Any = (ctypes.c_double * sum(len(inputs.uniforms) for inputs in sampling))()
     at = 0
-    for entry, draw in zip(result, draws, strict=True):
-        count = len(draw.uniforms)
-        uniforms[at : at + count] = draw.uniforms
-        entry.temperature, entry.top_p, entry.min_logit = draw.temperature, draw.top_p, draw.min_logit
-        entry.top_k, entry.first, entry.count = draw.top_k, draw.first, count
+    for entry, inputs in zip(result, sampling, strict=True):
+        count = len(inputs.uniforms)
+        uniforms[at : at + count] = inputs.uniforms
+        entry.temperature, entry.top_p, entry.min_logit = inputs.temperature, inputs.top_p, inputs.min_logit
+        entry.top_k, entry.first, entry.count = inputs.top_k, inputs.first, count
         entry.uniforms = ctypes.addressof(uniforms) + 8 * at
         at += count
-        if draw.reports is not None:
-            entry.reports, entry.alternatives = draw.reports.ctypes.data, alternatives_of(draw.reports)
-            entry.known, entry.reported = len(draw.known), len(draw.reports) - len(draw.known)
-        if draw.bias is not None:
-            entry.bias_tokens, entry.bias_values = draw.bias.tokens.ctypes.data, draw.bias.values.ctypes.data
-            entry.biased = len(draw.bias.tokens)
-    pairs = list(zip(result, draws, strict=True))
-    result.owned = [uniforms, draws]
-    for entry, draw in pairs:
-        if draw.penalties:
-            _set_penalties(entry, draw.penalties)
-        if draw.masks:
-            # The library gets the address of a Python object, which `draws` keeps alive.
-            entry.fill_mask, entry.grammar = _fill_mask, id(draw.masks.grammar)
-        if later := draw.penalties or draw.masks:
+        if inputs.reports is not None:
+            entry.reports, entry.alternatives = inputs.reports.ctypes.data, alternatives_of(inputs.reports)
+            entry.known, entry.reported = len(inputs.known), len(inputs.reports) - len(inputs.known)
+        if inputs.bias is not None:
+            entry.bias_tokens, entry.bias_values = inputs.bias.tokens.ctypes.data, inputs.bias.values.ctypes.data
+            entry.biased = len(inputs.bias.tokens)
+    pairs = list(zip(result, sampling, strict=True))
+    result.owned = [uniforms, sampling]
+    for entry, inputs in pairs:
+        if inputs.penalties:
+            _set_penalties(entry, inputs.penalties)
+        if inputs.masks:
+            # The library gets the address of a Python object, which `sampling` keeps alive.
+            entry.fill_mask, entry.grammar = _fill_mask, id(inputs.masks.grammar)
+        if later := inputs.penalties or inputs.masks:
             recent: Any = (ctypes.c_int32 * later.room)(*later.ahead)
             entry.recent, entry.room = ctypes.addressof(recent), later.room
             result.owned.append(recent)
-        if draw.known:
-            result.owned.append(_set_known(entry, draw.known))
+        if inputs.known:
+            result.owned.append(_set_known(entry, inputs.known))
     return result
 
 
-def _set_known(entry: QcDraws, tokens: Sequence[int]) -> Any:
+def _set_known(entry: QcSampling, tokens: Sequence[int]) -> Any:
     """Set an entry's known tokens. Returns the memory that it then points to."""
     known: Any = (ctypes.c_int32 * len(tokens))(*tokens)
     entry.known_next = ctypes.addressof(known)
     return known
 
 
-def _set_penalties(entry: QcDraws, given: Penalties) -> None:
+def _set_penalties(entry: QcSampling, given: Penalties) -> None:
     """Set an entry's penalties, but for the tokens that follow those listed."""
     entry.repetition, entry.frequency, entry.presence = given.repetition, given.frequency, given.presence
     entry.seen, entry.counts = given.tokens.ctypes.data, given.counts.ctypes.data
@@ -149,7 +149,7 @@ class QcBatch(ctypes.Structure):
         ("output_rows", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("argmax", ctypes.c_void_p),
-        ("draws", ctypes.c_void_p),
+        ("sampling", ctypes.c_void_p),
         ("state_slots", ctypes.c_void_p),
         ("certain", ctypes.c_void_p),
         ("embeds", ctypes.c_void_p),
@@ -166,7 +166,7 @@ class QcConfig(ctypes.Structure):
         ("threads", ctypes.c_int32),
         ("max_tokens", ctypes.c_int32),
         ("max_outputs", ctypes.c_int32),
-        ("team", ctypes.c_void_p),
+        ("thread_pool", ctypes.c_void_p),
         ("states", ctypes.c_void_p),
         ("state_slots", ctypes.c_int64),
     ]
@@ -178,7 +178,7 @@ def bind(library: Any) -> None:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "qc_describe": (ctypes.c_char_p, []),
         "qc_open": (handle, [ctypes.POINTER(QcConfig)]),
-        "qc_team": (ctypes.c_void_p, [handle]),
+        "qc_thread_pool": (ctypes.c_void_p, [handle]),
         "qc_step": (ctypes.c_int, [handle, batch]),
         "qc_decode": (ctypes.c_int, [handle, batch, i32, ctypes.c_void_p]),
         "qc_speculate": (ctypes.c_int, [ctypes.c_void_p]),
@@ -214,7 +214,7 @@ class Executor:
     short.
     """
 
-    draws, asks_for_masks, overlaps = True, True, False
+    samples, asks_for_masks, overlaps = True, True, False
 
     def __init__(
         self,
@@ -247,9 +247,17 @@ class Executor:
         self.copies = SlotCopies(self.state_slots - copies, copies, self._copy_state) if copies else None
         """The last of them, which are for copies."""
         self._allocate()  # first, so that if it fails there is nothing to close
-        team = leader.library.qc_team(leader.handle) if leader else None
+        thread_pool = leader.library.qc_thread_pool(leader.handle) if leader else None
         config = QcConfig(
-            *(ctypes.addressof(pointers), kv.address, kv_pages, threads, limits.max_tokens, limits.max_tokens, team),
+            *(
+                ctypes.addressof(pointers),
+                kv.address,
+                kv_pages,
+                threads,
+                limits.max_tokens,
+                limits.max_tokens,
+                thread_pool,
+            ),
             *(self.states.address if self.states else None, self.state_slots),
         )
         self.handle: int | None = library.qc_open(ctypes.byref(config))
@@ -306,7 +314,7 @@ class Executor:
         self._logits_address = self._logits.ctypes.data
         self._reference = ctypes.byref(self._batch)
 
-    def _fill(self, sequences: Sequence[Rows], draws: Sequence[Draws]) -> int:
+    def _fill(self, sequences: Sequence[Rows], sampling: Sequence[SamplingInputs]) -> int:
         """Write the rows into the batch. Returns how many give logits."""
         if self.handle is None:
             raise UsageError("the model is closed: load it again")
@@ -325,22 +333,22 @@ class Executor:
             at = end
             self._query_start[index + 1] = at
             self._slots[index], self._certain[index] = rows.slot, rows.certain
-        batch, self._draws = self._batch, draws_array(draws)
+        batch, self._sampling = self._batch, sampling_array(sampling)
         self._embeds = _embeds_array(sequences, at)
         batch.embeds = ctypes.addressof(self._embeds) if self._embeds else None
-        batch.draws = ctypes.addressof(self._draws) if self._draws else None
+        batch.sampling = ctypes.addressof(self._sampling) if self._sampling else None
         batch.tokens, batch.sequences, batch.outputs, batch.block_stride = at, len(sequences), outputs, stride
         return outputs
 
     def step(
-        self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
+        self, sequences: Sequence[Rows], logits: bool, sampling: Sequence[SamplingInputs] = ()
     ) -> tuple[list[int], FloatArray | None]:
         """Run one step over at most `max_tokens` rows.
 
         Returns the argmax of every output row, or its draw if its sequence has a temperature, and if asked its logits
         [outputs, vocab] (with penalties, if its sequence has any), a view that the next call overwrites.
         """
-        outputs = self._fill(sequences, draws)
+        outputs = self._fill(sequences, sampling)
         self._batch.logits = self._logits_address if logits else None
         status = self.library.qc_step(self.handle, self._reference)
         self._check_status("qc_step", status)
@@ -362,12 +370,12 @@ class Executor:
         self._check_status("qc_hidden", status)
         return found[:outputs]
 
-    def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
+    def decode(self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()) -> list[int]:
         """`steps` tokens for each sequence (one row each), fed back without returning to Python.
 
         The pages must have room for all of them. Returns [steps, sequences], flattened.
         """
-        count = steps * self._fill(sequences, draws)
+        count = steps * self._fill(sequences, sampling)
         if count > len(self._decoded):
             self._decoded = (ctypes.c_int32 * count)()
         self._batch.logits = None
@@ -376,12 +384,14 @@ class Executor:
         self._check_status("qc_decode", status)
         return self._decoded[:count]
 
-    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
+    def start(
+        self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()
+    ) -> Callable[[], list[int]]:
         """Run `decode` or `step` at once, as a CPU's cores are the host's."""
         given = self._given
         tokens = ([token if token >= 0 else max(given[-1 - token], 0) for token in row.tokens] for row in sequences)
         rows = [row._replace(tokens=known) for row, known in zip(sequences, tokens, strict=True)]
-        found = list(self.decode(rows, steps, draws) if steps > 1 else self.step(rows, False, draws)[0])
+        found = list(self.decode(rows, steps, sampling) if steps > 1 else self.step(rows, False, sampling)[0])
         self._given = found[len(found) - sum(row.outputs for row in rows) :]
         return lambda: found
 

@@ -7,20 +7,20 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from qcompile.runtime.cpu.executor import Executor, draws_array
+from qcompile.runtime.cpu.executor import Executor, sampling_array
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.request import Request
 from qcompile.runtime.speculation.stages import DraftStage, Speculator, StageResult
 
 _ARRAYS = (
-    *("tokens", "first", "length", "limit", "gamma", "draws", "computed", "block_table"),
+    *("tokens", "first", "length", "limit", "gamma", "sampling", "computed", "block_table"),
     *("rounds_done", "drafted", "accepted", "seconds", "state_slots"),
 )
 """The arrays of `qc_speculation`, in its order."""
 
 
-class _Level(ctypes.Structure):
-    """`qc_level` of the library: a draft stage, or the target."""
+class _Stage(ctypes.Structure):
+    """`qc_stage` of the library: a draft stage, or the target."""
 
     _fields_ = [
         ("step", ctypes.c_void_p),
@@ -37,8 +37,8 @@ class _Speculation(ctypes.Structure):
     """`qc_speculation` of the library."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("levels", "sequences", "rounds", "max_rows", "stride", "block_stride")),
-        ("level", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("stages", "sequences", "rounds", "max_rows", "stride", "block_stride")),
+        ("stage", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in _ARRAYS),
     ]
 
@@ -49,23 +49,23 @@ class LibrarySpeculator(Speculator):
     def __init__(self, target: Executor, stages: Sequence[DraftStage]) -> None:
         super().__init__(target, stages)
         self._library = target.library
-        table = [_level_entry(index, stage) for index, stage in enumerate([DraftStage(target, 0, True), *stages])]
-        self._table = (_Level * len(table))(*table)
+        table = [_stage_entry(index, stage) for index, stage in enumerate([DraftStage(target, 0, True), *stages])]
+        self._table = (_Stage * len(table))(*table)
         self._memory = _Memory(len(table), 0, 0, 0)
 
-    def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
+    def samples_in_rounds(self, requests: Sequence[Request]) -> bool:
         return True
 
     def _extend(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
     ) -> tuple[list[StageResult], Sequence[float]]:
         memory, before = self._fill(requests, gammas, ends, rounds)
-        drawn = [
-            request.sampler.draws(request.sequence.computed, end - len(request.sequence.tokens) if rounds else 0)
+        inputs = [
+            request.sampler.inputs(request.sequence.computed, end - len(request.sequence.tokens) if rounds else 0)
             for request, end in zip(requests, ends, strict=True)
         ]
-        draws = draws_array(drawn)
-        memory.call.draws = ctypes.addressof(draws) if draws else None
+        sampling = sampling_array(inputs)
+        memory.call.sampling = ctypes.addressof(sampling) if sampling else None
         if self._library.qc_speculate(ctypes.byref(memory.call)):
             raise RuntimeError("qc_speculate refused its arguments")
         count, columns = len(requests), memory.sizes[1]
@@ -88,7 +88,7 @@ class LibrarySpeculator(Speculator):
         need = count, max(limits) + 1, max(len(request.sequence.pages) for request in requests)
         if not self._memory.fits(*need):
             self._memory = _Memory(len(self.stages) + 1, *(2 * size for size in need))
-            self._memory.call.level = ctypes.addressof(self._table)
+            self._memory.call.stage = ctypes.addressof(self._table)
         memory = self._memory
         _, columns, pages = memory.sizes
         memory.first[:count], memory.length[:count] = first, before
@@ -105,11 +105,11 @@ class LibrarySpeculator(Speculator):
         return memory, before
 
 
-def _level_entry(index: int, stage: DraftStage) -> _Level:
+def _stage_entry(index: int, stage: DraftStage) -> _Stage:
     """A stage as the library reads it. Stages that share the target's cache have cache number 0, others their own."""
     executor = stage.executor
     assert executor is None or isinstance(executor, Executor)
-    return _Level(
+    return _Stage(
         ctypes.cast(executor.library.qc_step, ctypes.c_void_p) if executor else None,
         executor.handle if executor else None,
         executor.limits.vocab if executor else 0,
@@ -126,7 +126,7 @@ class _Memory:
     ctypes arrays convert from and to lists faster than numpy's, of which each call would need a dozen.
     """
 
-    def __init__(self, levels: int, sequences: int, columns: int, pages: int) -> None:
+    def __init__(self, stages: int, sequences: int, columns: int, pages: int) -> None:
         self.sizes = sequences, columns, pages
 
         def numbers(count: int) -> Any:
@@ -134,11 +134,11 @@ class _Memory:
 
         self.tokens, self.pages = numbers(sequences * columns), numbers(sequences * pages)
         self.first, self.length, self.limit, self.gamma, self.slots = (numbers(sequences) for _ in range(5))
-        self.computed = numbers(levels * sequences)
+        self.computed = numbers(stages * sequences)
         counts = sequences * (1 + 2 * MOST_DRAFTS)
-        self._results: Any = (ctypes.c_char * (4 * counts + 8 * levels))()
-        self.seconds = (ctypes.c_double * levels).from_buffer(self._results)
-        at = 8 * levels
+        self._results: Any = (ctypes.c_char * (4 * counts + 8 * stages))()
+        self.seconds = (ctypes.c_double * stages).from_buffer(self._results)
+        at = 8 * stages
         self.rounds_done = (ctypes.c_int32 * sequences).from_buffer(self._results, at)
         at += 4 * sequences
         self.drafted = (ctypes.c_int32 * (sequences * MOST_DRAFTS)).from_buffer(self._results, at)
@@ -146,8 +146,8 @@ class _Memory:
         self.accepted = (ctypes.c_int32 * (sequences * MOST_DRAFTS)).from_buffer(self._results, at)
         arrays = (self.tokens, self.first, self.length, self.limit, self.gamma, self.computed, self.pages)
         results = (self.rounds_done, self.drafted, self.accepted, self.seconds, self.slots)
-        self.call = _Speculation(levels=levels, stride=columns, block_stride=pages)
-        names = [name for name in _ARRAYS if name != "draws"]  # set by each call
+        self.call = _Speculation(stages=stages, stride=columns, block_stride=pages)
+        names = [name for name in _ARRAYS if name != "sampling"]  # set by each call
         for name, array in zip(names, arrays + results, strict=True):
             setattr(self.call, name, ctypes.addressof(array))
 

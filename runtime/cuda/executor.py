@@ -25,7 +25,7 @@ from qcompile.runtime.cuda.plans import OtherRanks
 from qcompile.runtime.cuda.profile import LaunchTimes
 from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.sampling.arrays import FloatArray
-from qcompile.runtime.sampling.draws import Draws
+from qcompile.runtime.sampling.inputs import SamplingInputs
 from qcompile.runtime.step import HiddenStates, Limits, Rate, Rows, SlotCopies
 
 _PEAKS = {"memory": "memory_gb_s", "int8": "int8_gops", "f32": "f32_gflops", "bf16": "bf16_gflops"}
@@ -40,7 +40,7 @@ class CudaExecutor:
     for recurrent states. Raises ResourceError when memory is short.
     """
 
-    threads, draws, asks_for_masks, overlaps, embed_width = 0, True, False, True, 0
+    threads, samples, asks_for_masks, overlaps, embed_width = 0, True, False, True, 0
     hidden: HiddenStates | str = "kernels of GPUs do not return them: build for a CPU"
     copies: SlotCopies | None = None
 
@@ -115,12 +115,12 @@ class CudaExecutor:
     # ---- a step -------------------------------------------------------------------------------
 
     def fill(
-        self, sequences: Sequence[Rows], ahead: int = 0, draws: Sequence[Draws] = (), behind: bool = False
+        self, sequences: Sequence[Rows], ahead: int = 0, sampling: Sequence[SamplingInputs] = (), behind: bool = False
     ) -> Counts:
         """Write the rows into the inputs and queue their copy to the GPU. Returns the step's counts.
 
-        Waits for what `start` has queued, or with `behind` for all but the last of that. `draws` are those of each
-        sequence; without any, all are greedy. Sequences may advance `ahead` positions before the next call.
+        Waits for what `start` has queued, or with `behind` for all but the last of that. `sampling` has the inputs of
+        each sequence; without any, all are greedy. Sequences may advance `ahead` positions before the next call.
         """
         if self._closed or self._sampling is None:
             raise UsageError("the model is closed: load it again")
@@ -132,13 +132,13 @@ class CudaExecutor:
                 self._waits[turn]()
         self.driver.use()
         written = self.inputs.write(sequences, ahead, self._turn)
-        masked = self._masks.want(sequences, draws)
-        if self._masks.lacks_room or self._sampling.lacks_room(draws):
+        masked = self._masks.want(sequences, sampling)
+        if self._masks.lacks_room or self._sampling.lacks_room(sampling):
             self.launcher.forget()
-            self._sampling.grow(draws)
+            self._sampling.grow(sampling)
             self._masks.grow()
         assert not (masked and ahead > 1)  # masks of later steps follow from the tokens of these
-        sampled = self._sampling.send(draws, written.outputs)
+        sampled = self._sampling.send(sampling, written.outputs)
         if self.ranks:
             self.ranks.plans.inputs(self.inputs.content(self._turn), self._turn)
             self.ranks.plans.numbers(*self._sampling.content())
@@ -177,14 +177,14 @@ class CudaExecutor:
         return self.launcher.reallocations
 
     def step(
-        self, sequences: Sequence[Rows], logits: bool, draws: Sequence[Draws] = ()
+        self, sequences: Sequence[Rows], logits: bool, sampling: Sequence[SamplingInputs] = ()
     ) -> tuple[list[int], FloatArray | None]:
         """Run one step over at most `max_tokens` rows.
 
         Returns the argmax of every output row, or its draw if its sequence has a temperature, and if asked its logits
         [outputs, vocab] (with penalties, if its sequence has any), a view that the next call overwrites.
         """
-        counts = self.fill(sequences, draws=draws)
+        counts = self.fill(sequences, sampling=sampling)
         self._run(counts, False, 1)
         outputs = counts["outputs"]
         if outputs and logits:
@@ -192,12 +192,12 @@ class CudaExecutor:
             self.driver.download(self._logits.ctypes.data, self.memory.results["logits"], size, pinned=False)
         return self._fetch("argmax", outputs, last=True)(), self._logits[:outputs] if logits else None
 
-    def decode(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> list[int]:
+    def decode(self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()) -> list[int]:
         """`steps` tokens for each sequence (one row each), fed back on the GPU.
 
         The pages must have room for all of them. Returns [steps, sequences], flattened.
         """
-        counts = self.fill(sequences, steps, draws)
+        counts = self.fill(sequences, steps, sampling)
         each = max(1, min(steps, MOST_DECODED // counts["tokens"]))
         tokens: list[int] = []
         while len(tokens) < steps * counts["tokens"]:
@@ -211,15 +211,17 @@ class CudaExecutor:
             tokens += self._fetch("decoded", times * counts["tokens"], last)()
         return tokens
 
-    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
+    def start(
+        self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()
+    ) -> Callable[[], list[int]]:
         """Queue `decode`, or with one step `step`. Returns a function that waits for its tokens.
 
         Where a token is negative, -1 - i, a kernel replaces it by output i of what was queued before.
         """
         assert steps * len(sequences) <= MOST_DECODED  # as all multi-step decodes of an engine are
-        several, reports = steps > 1, any(draw.reports is not None for draw in draws)
+        several, reports = steps > 1, any(inputs.reports is not None for inputs in sampling)
         behind = not (reports or (self._sampling and self._sampling.reporting))
-        counts = self.fill(sequences, steps * several, draws, behind)
+        counts = self.fill(sequences, steps * several, sampling, behind)
         if any(token < 0 for rows in sequences for token in rows.tokens):
             if self.ranks:
                 self.ranks.plans.follow(counts)
@@ -250,8 +252,9 @@ class CudaExecutor:
             self.ranks.plans.masks(self._masks.content())
 
     def _fetch(self, name: str, count: int, last: bool) -> Callable[[], list[int]]:
-        """Queue a copy to the host of the first tokens of a result, and of the reports that the draws of `fill` ask for
-        if this is the last copy after that. Returns a function that waits for both, and returns the tokens."""
+        """Queue a copy to the host of the first tokens of a result, and of the reports that the sampling inputs of
+        `fill` ask for if this is the last copy after that. Returns a function that waits for both, and returns the
+        tokens."""
         if last:
             self.fetch_reports()
         numbers = self._tokens[self._turn]
@@ -269,18 +272,18 @@ class CudaExecutor:
         return wait
 
     def fetch_reports(self) -> None:
-        """Queue a copy to the host of the reports that the draws of the last `fill` ask for."""
+        """Queue a copy to the host of the reports that the sampling inputs of the last `fill` ask for."""
         if self._sampling:
             self._sampling.fetch()
 
     def deliver_reports(self) -> None:
-        """Write fetched reports into the draws, after the copy is done."""
+        """Write fetched reports into the sampling inputs, after the copy is done."""
         if self._sampling:
             self._sampling.deliver()
 
     # ---- other ranks of a divided model --------------------------------------------------------
 
-    def receive_draws(self, numbers: memoryview, lists: memoryview) -> None:
+    def receive_sampling(self, numbers: memoryview, lists: memoryview) -> None:
         """Sample as rank 0 does, which has sent these to its GPU."""
         assert self._sampling is not None
         self._sampling.receive(numbers, lists, self.launcher.forget)

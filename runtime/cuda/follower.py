@@ -84,7 +84,7 @@ def _repeat(executor: CudaExecutor, record: Record) -> None:
     if record.kind == PlanKind.INPUTS:
         executor.inputs.receive(record.content, record.first)
     elif record.kind == PlanKind.NUMBERS:
-        executor.receive_draws(record.content[: record.first], record.content[record.first :])
+        executor.receive_sampling(record.content[: record.first], record.content[record.first :])
     elif record.kind == PlanKind.MASKS:
         executor.receive_masks(record.content)
     elif record.kind == PlanKind.COUNTER:

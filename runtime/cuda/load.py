@@ -59,8 +59,8 @@ def open_cuda(
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
     small = _read_other_files(root, manifest)
-    levels = runtime.get("levels") or [] if drafts else []
-    paths = [level for level in levels if "library" in level]
+    stages = runtime.get("levels") or [] if drafts else []
+    paths = [stage for stage in stages if "library" in stage]
     plans = [json.loads(small[path["library"]]) for path in (runtime, *paths)]
     rows = step_rows or min(STEP_TOKENS["cuda"], runtime["max_tokens"], plans[0]["most_rows"])
     sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
@@ -83,17 +83,17 @@ def open_cuda(
         target = _open_target(gpu, plans, functions, weights, limits, room)
         undo.pop_all()
         target.adopt(held, modules)
-        if not levels:
+        if not stages:
             return target, None
         undo.callback(target.close)
         opened: list[DraftStage] = []
         rest = iter(plans[1:])
-        for level in levels:
-            plan = next(rest) if "library" in level else None
-            opened.append(_level(target, level, plan, functions, weights))
+        for stage in stages:
+            plan = next(rest) if "library" in stage else None
+            opened.append(_stage(target, stage, plan, functions, weights))
             if executor := opened[-1].executor:
                 undo.callback(executor.close)
-        drafter = _drafter(root, manifest["files"], target, levels, opened, tokenizer)
+        drafter = _drafter(root, manifest["files"], target, stages, opened, tokenizer)
         undo.pop_all()
     return target, drafter
 
@@ -192,37 +192,37 @@ class _Room(NamedTuple):
     fewer_rows: bool = False
 
 
-def _level(
+def _stage(
     target: CudaExecutor,
-    level: dict[str, Any],
+    stage: dict[str, Any],
     plan: dict[str, Any] | None,
     functions: dict[str, int],
     weights: dict[str, int],
 ) -> DraftStage:
-    """Open a draft level, in the target's cache or in one of its own with as many pages."""
+    """Open a draft stage, in the target's cache or in one of its own with as many pages."""
     if plan is None:
-        return DraftStage(None, level["gamma"], match=level["lookup"])
-    own, limits = level.get("kv"), _of_drafts(target.limits)
-    limits = limits._replace(max_position=level["max_position"], vocab=level["vocab_size"])
+        return DraftStage(None, stage["gamma"], match=stage["lookup"])
+    own, limits = stage.get("kv"), _of_drafts(target.limits)
+    limits = limits._replace(max_position=stage["max_position"], vocab=stage["vocab_size"])
     if own:
         limits = limits._replace(page_tokens=own["page_tokens"], ring_tokens=own.get("ring_tokens") or 0)
     executor = CudaExecutor(target.driver, plan, functions, weights, target.kv_pages, limits, target, bool(own))
-    return DraftStage(executor, level["gamma"], not own, threshold=level["threshold"])
+    return DraftStage(executor, stage["gamma"], not own, threshold=stage["threshold"])
 
 
 def _drafter(
     root: Path,
     files: dict[str, Any],
     target: CudaExecutor,
-    levels: list[dict[str, Any]],
+    stages: list[dict[str, Any]],
     opened: list[DraftStage],
     tokenizer: Tokenizer | None,
 ) -> Drafter:
-    """The drafter for these levels. A single level without a threshold runs its rounds as graphs."""
+    """The drafter for these stages. A single stage without a threshold runs its rounds as graphs."""
     first = opened[0]
-    if levels[0].get("tokenizer") and first.executor:
+    if stages[0].get("tokenizer") and first.executor:
         pool = BlockPool(target.kv_pages, first.executor.limits.page_tokens)
-        return open_reencoder(root, files, levels[0], tokenizer, target.limits.vocab, first.executor, pool)
+        return open_reencoder(root, files, stages[0], tokenizer, target.limits.vocab, first.executor, pool)
     if len(opened) == 1 and not first.threshold:
         return CudaSpeculator(target, first) if first.executor else CudaLookup(target, first)
     return HostSpeculator(target, opened)

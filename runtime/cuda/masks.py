@@ -13,7 +13,7 @@ from typing import Any
 
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.cuda.memory import MirroredNumbers
-from qcompile.runtime.sampling.draws import Draws
+from qcompile.runtime.sampling.inputs import SamplingInputs
 from qcompile.runtime.sampling.lexers import Lexer
 from qcompile.runtime.sampling.masks import Grammar, GrammarState, mask_words
 from qcompile.runtime.step import Rows
@@ -43,25 +43,25 @@ class DeviceMasks:
         """Where the array is on the GPU, 0 if masks were never used; `grow` changes it."""
         return self._numbers.address if self._numbers else 0
 
-    def want(self, sequences: Sequence[Rows], draws: Sequence[Draws]) -> bool:
+    def want(self, sequences: Sequence[Rows], sampling: Sequence[SamplingInputs]) -> bool:
         """Note which masks a step needs. Returns whether it needs any."""
         self._starts, self._wanted = [], []
-        if any(draw.masks for draw in draws):
-            for rows, draw in zip(sequences, draws, strict=True):
+        if any(inputs.masks for inputs in sampling):
+            for rows, inputs in zip(sequences, sampling, strict=True):
                 end = rows.start + len(rows.tokens)
                 for position in range(end - rows.outputs, end):
-                    self._starts.append(self._want(rows, draw, position - draw.first))
+                    self._starts.append(self._want(rows, inputs, position - inputs.first))
         return bool(self._wanted)
 
-    def _want(self, rows: Rows, draw: Draws, after: int) -> int:
+    def _want(self, rows: Rows, inputs: SamplingInputs, after: int) -> int:
         """Note the mask of a row that is `after` positions after the first. Returns where it begins."""
-        if not draw.masks or after < 0:
+        if not inputs.masks or after < 0:
             return 0
-        later = list(draw.masks.ahead[:after]) + [0] * (after - len(draw.masks.ahead))
-        for position, token in enumerate(rows.tokens, rows.start - draw.first - 1):
+        later = list(inputs.masks.ahead[:after]) + [0] * (after - len(inputs.masks.ahead))
+        for position, token in enumerate(rows.tokens, rows.start - inputs.first - 1):
             if 0 <= position < after:
                 later[position] = token
-        self._wanted.append((draw.masks.grammar, later))
+        self._wanted.append((inputs.masks.grammar, later))
         return self._rows + (len(self._wanted) - 1) * self._words
 
     @property

@@ -21,7 +21,7 @@ from qcompile.runtime.cuda.driver import Driver, LaunchCall
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.request import Request
-from qcompile.runtime.sampling.draws import GREEDY, Draws
+from qcompile.runtime.sampling.inputs import GREEDY, SamplingInputs
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.stages import DraftStage, note_rounds
 from qcompile.runtime.step import Rows
@@ -87,7 +87,7 @@ class RoundInput(NamedTuple):
     pages: Sequence[int]
     left: int
     """Tokens that it may still gain."""
-    draws: Draws = GREEDY
+    sampling: SamplingInputs = GREEDY
     slot: int = 0
     """Slot of its recurrent states, if a path has any."""
     gamma: int = 0
@@ -174,10 +174,12 @@ class CudaRounds(HostSpeculator, ABC):
         self.catch_up_seconds = time.perf_counter() - started
         lefts = [end - len(request.sequence.tokens) for end, request in zip(ends, requests, strict=True)]
         most = min(rounds * (max(gammas) + 1), RESULTS // len(requests))
-        draws = [r.sampler.draws(r.sequence.computed, min(left, most)) for r, left in zip(requests, lefts, strict=True)]
+        sampling = [
+            r.sampler.inputs(r.sequence.computed, min(left, most)) for r, left in zip(requests, lefts, strict=True)
+        ]
         sequences = [
-            RoundInput(each.tokens, each.computed, each.pages, left, draw, each.slot, gamma)
-            for each, left, draw, gamma in zip((r.sequence for r in requests), lefts, draws, gammas, strict=True)
+            RoundInput(each.tokens, each.computed, each.pages, left, inputs, each.slot, gamma)
+            for each, left, inputs, gamma in zip((r.sequence for r in requests), lefts, sampling, gammas, strict=True)
         ]
         outputs, rounds = self.run_rounds(sequences, gammas, rounds)
         seconds = time.perf_counter() - started - self.catch_up_seconds
@@ -200,7 +202,7 @@ class CudaRounds(HostSpeculator, ABC):
             Rows([s.tokens[-1]] * rows, s.computed, s.pages, rows, slot=s.slot, certain=s.certain) for s in sequences
         ]
         self._send(sequences, gammas)
-        verifying = self.verifier.fill(verified, ahead, [sequence.draws for sequence in sequences])
+        verifying = self.verifier.fill(verified, ahead, [sequence.sampling for sequence in sequences])
         graph = self._graph(self.send_draft_inputs(sequences, ahead), verifying)
         rounds = self._replay(graph, rounds, count, rows)
         gained, tokens = self.state.read("gained", rounds * count), self.state.read("tokens", rounds * count * rows)

@@ -12,7 +12,7 @@ import numpy as np
 from qcompile.artifact.abi import GpuSamplingOptions
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.cuda.memory import MirroredNumbers
-from qcompile.runtime.sampling.draws import GREEDY, Draws
+from qcompile.runtime.sampling.inputs import GREEDY, SamplingInputs
 from qcompile.runtime.sampling.logprobs import DoubleArray, alternatives_of, empty_reports
 from qcompile.runtime.sampling.penalties import IntArray
 
@@ -71,50 +71,50 @@ class DeviceSampling:
         """Address of each array on the GPU; `grow` changes those of the lists and reports."""
         numbers = self._numbers.address
         lists = {"seen": self._lists.address, "reports": self._reports.address}
-        return {"sampling": numbers, "draws": numbers + 8 * self._first, **lists}
+        return {"sampling": numbers, "uniforms": numbers + 8 * self._first, **lists}
 
     @property
     def reporting(self) -> bool:
         """Whether reports of the last call are to be delivered."""
         return bool(self._wanted)
 
-    def lacks_room(self, draws: Sequence[Draws]) -> bool:
+    def lacks_room(self, sampling: Sequence[SamplingInputs]) -> bool:
         """Whether the lists or reports of a call need more memory."""
-        if _all_greedy(draws):
+        if _all_greedy(sampling):
             return False
-        return _list_items(draws) > self._lists.items or _report_items(draws) > self._reports.items
+        return _list_items(sampling) > self._lists.items or _report_items(sampling) > self._reports.items
 
-    def grow(self, draws: Sequence[Draws]) -> None:
+    def grow(self, sampling: Sequence[SamplingInputs]) -> None:
         """Make room for the lists and reports of a call. No launch that knows the old addresses may be running, or run
         later."""
-        if (items := _list_items(draws)) > self._lists.items:
+        if (items := _list_items(sampling)) > self._lists.items:
             lists = self._make_lists(1 << (items - 1).bit_length())
             self._lists.free()
             self._lists = lists
-        if (items := _report_items(draws)) > self._reports.items:
+        if (items := _report_items(sampling)) > self._reports.items:
             reports = self._make_reports(1 << (items - 1).bit_length())
             self._reports.free()
             self._reports = reports
 
-    def send(self, draws: Sequence[Draws], outputs: int) -> dict[str, int]:
-        """Queue a copy to the GPU of the draws of a call, one for each sequence. Returns the counts of its launches."""
-        if _all_greedy(draws):
+    def send(self, sampling: Sequence[SamplingInputs], outputs: int) -> dict[str, int]:
+        """Queue a copy to the GPU of a call's sampling inputs, one for each sequence. Returns its launches' counts."""
+        if _all_greedy(sampling):
             self._wanted, self._items = [], (0, 0)
             return dict.fromkeys(_COUNTS, 0)
-        self._wanted = [draw.reports for draw in draws if draw.reports is not None]
+        self._wanted = [inputs.reports for inputs in sampling if inputs.reports is not None]
         known, self._items = 0, (0, 0)
-        if not all(draw.plain for draw in draws):
+        if not all(inputs.plain for inputs in sampling):
             self._driver.wait_for(self._sent)  # what was sent before may be on its way
             ends = GpuSamplingOptions(uniforms_at=self._first)
-            for index, draw in enumerate(draws):
-                ends = self._write_sequence(index, draw, ends)
+            for index, inputs in enumerate(sampling):
+                ends = self._write_sequence(index, inputs, ends)
             known = int(ends.known_through)
             self._numbers.send(int(ends.uniforms_at))
             if ends.listed_at:
                 self._lists.send(int(ends.listed_at))
             self._driver.record(self._sent)
             self._items = int(ends.uniforms_at), int(ends.listed_at)
-        return _counts(draws, outputs, known)
+        return _counts(sampling, outputs, known)
 
     def content(self) -> tuple[memoryview, memoryview]:
         """The bytes of the numbers and of the lists that the last call has sent."""
@@ -136,45 +136,45 @@ class DeviceSampling:
                 pair.send(len(content) // size)
         self._driver.record(self._sent)
 
-    def _write_sequence(self, index: int, draw: Draws, ends: GpuSamplingOptions) -> GpuSamplingOptions:
+    def _write_sequence(self, index: int, inputs: SamplingInputs, ends: GpuSamplingOptions) -> GpuSamplingOptions:
         """Write the options, random numbers and lists of sequence `index`.
 
         `ends` has the places that the sequences before it leave free, as has the result: `uniforms_at` in the numbers
         (options included), `listed_at` in the lists, `reports_at` in the reports, and `known_through`.
         """
-        reports = draw.reports if draw.reports is not None else _NO_REPORTS
+        reports = inputs.reports if inputs.reports is not None else _NO_REPORTS
         options = GpuSamplingOptions(
-            draw.temperature,
-            draw.top_p,
-            draw.min_logit,
-            draw.top_k,
-            draw.first,
+            inputs.temperature,
+            inputs.top_p,
+            inputs.min_logit,
+            inputs.top_k,
+            inputs.first,
             uniforms_at=ends.uniforms_at - self._first,
-            uniforms=len(draw.uniforms),
+            uniforms=len(inputs.uniforms),
             alternatives=alternatives_of(reports),
             reports_at=ends.reports_at,
             reported=len(reports),
-            known=len(draw.known),
-            known_through=ends.known_through + len(draw.known),
-            masked=draw.masks is not None,
+            known=len(inputs.known),
+            known_through=ends.known_through + len(inputs.known),
+            masked=inputs.masks is not None,
         )
         listed = int(ends.listed_at)
-        if (given := draw.penalties) is not None:
+        if (given := inputs.penalties) is not None:
             amounts = {name: getattr(given, name) for name in ("repetition", "frequency", "presence", "room")}
             options = options._replace(**amounts, listed_at=listed, listed=len(given.tokens))
             recent = self._write(given.tokens, self._write(given.counts, listed))
             self._write(given.ahead, recent)
             listed = recent + given.room
         options = options._replace(known_at=listed)
-        listed = self._write(draw.known, listed)
-        if draw.bias:
-            options = options._replace(biases_at=listed, biases=len(draw.bias.tokens))
-            listed = self._write(draw.bias.values.view(np.int32), self._write(draw.bias.tokens, listed))
+        listed = self._write(inputs.known, listed)
+        if inputs.bias:
+            options = options._replace(biases_at=listed, biases=len(inputs.bias.tokens))
+            listed = self._write(inputs.bias.values.view(np.int32), self._write(inputs.bias.tokens, listed))
         self._host[_OPTIONS * index : _OPTIONS * (index + 1)] = options
         at = int(ends.uniforms_at)
-        self._host[at : at + len(draw.uniforms)] = draw.uniforms
+        self._host[at : at + len(inputs.uniforms)] = inputs.uniforms
         return ends._replace(
-            uniforms_at=at + len(draw.uniforms),
+            uniforms_at=at + len(inputs.uniforms),
             listed_at=listed,
             reports_at=ends.reports_at + reports.size,
             known_through=options.known_through,
@@ -186,7 +186,7 @@ class DeviceSampling:
             self._reports.fetch(sum(reports.size for reports in self._wanted))
 
     def deliver(self) -> None:
-        """Write fetched reports into the arrays of the draws."""
+        """Write fetched reports into the arrays of the sampling inputs."""
         at = 0
         for reports in self._wanted:
             reports[:] = self._reported[at : at + reports.size].reshape(reports.shape)
@@ -207,34 +207,38 @@ class DeviceSampling:
         self._driver.drop_event(self._sent)
 
 
-def _all_greedy(draws: Sequence[Draws]) -> bool:
-    """Whether all draws are `GREEDY` itself, as those of most large steps are."""
-    return all(draw is GREEDY for draw in draws)
+def _all_greedy(sampling: Sequence[SamplingInputs]) -> bool:
+    """Whether all inputs are `GREEDY` itself, as those of most large steps are."""
+    return all(inputs is GREEDY for inputs in sampling)
 
 
-def _counts(draws: Sequence[Draws], outputs: int, known: int) -> dict[str, int]:
+def _counts(sampling: Sequence[SamplingInputs], outputs: int, known: int) -> dict[str, int]:
     """The counts of the launches that sample a step of `outputs` rows of logits, `known` of them of known tokens."""
     on = {
-        "sampled": any(draw.temperature for draw in draws),
-        "top_k": any(draw.top_k for draw in draws),
-        "top_p": any(draw.top_p < 1 for draw in draws),
-        "biased": any(draw.bias for draw in draws),
-        "penalized": any(draw.penalties for draw in draws),
-        "masked": any(draw.masks for draw in draws),
-        "reported": any(draw.reports is not None for draw in draws),
+        "sampled": any(inputs.temperature for inputs in sampling),
+        "top_k": any(inputs.top_k for inputs in sampling),
+        "top_p": any(inputs.top_p < 1 for inputs in sampling),
+        "biased": any(inputs.bias for inputs in sampling),
+        "penalized": any(inputs.penalties for inputs in sampling),
+        "masked": any(inputs.masks for inputs in sampling),
+        "reported": any(inputs.reports is not None for inputs in sampling),
     }
     # A power of two, as the launches that know the memory of kept rows are dropped where it grows.
-    changed = any((draw.bias or draw.penalties or draw.masks) and draw.reports is not None for draw in draws)
+    changed = any(
+        (inputs.bias or inputs.penalties or inputs.masks) and inputs.reports is not None for inputs in sampling
+    )
     rows = 1 << (outputs - known - 1).bit_length() if changed and outputs > known else 0
     return {**{name: outputs if some else 0 for name, some in on.items()}, "kept": rows}
 
 
-def _list_items(draws: Sequence[Draws]) -> int:
+def _list_items(sampling: Sequence[SamplingInputs]) -> int:
     """Numbers in the lists of a call."""
-    penalties = (2 * len(draw.penalties.tokens) + draw.penalties.room for draw in draws if draw.penalties)
-    return sum(penalties) + sum(len(draw.known) + 2 * len(draw.bias.tokens if draw.bias else ()) for draw in draws)
+    penalties = (2 * len(inputs.penalties.tokens) + inputs.penalties.room for inputs in sampling if inputs.penalties)
+    return sum(penalties) + sum(
+        len(inputs.known) + 2 * len(inputs.bias.tokens if inputs.bias else ()) for inputs in sampling
+    )
 
 
-def _report_items(draws: Sequence[Draws]) -> int:
+def _report_items(sampling: Sequence[SamplingInputs]) -> int:
     """Numbers in the reports of a call."""
-    return sum(draw.reports.size for draw in draws if draw.reports is not None)
+    return sum(inputs.reports.size for inputs in sampling if inputs.reports is not None)

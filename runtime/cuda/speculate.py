@@ -56,7 +56,7 @@ class CudaSpeculator(CudaRounds):
                 request.drafts.cached[0] = request.sequence.computed - 1  # a lower bound
         return found
 
-    def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
+    def samples_in_rounds(self, requests: Sequence[Request]) -> bool:
         return self._shared or all(request.sequence.computed for request in requests)
 
     def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:
@@ -66,7 +66,7 @@ class CudaSpeculator(CudaRounds):
             Rows(s.tokens[-1:], s.computed, s.pages, 1, slot=s.slot, certain=final)
             for s, final in zip(sequences, certain, strict=True)
         ]
-        return self.draft.fill(rows, ahead, [s.draws.unreported for s in sequences])
+        return self.draft.fill(rows, ahead, [s.sampling.unreported for s in sequences])
 
     def draft_addresses(self) -> dict[str, int]:
         addresses = {name: self.draft.address(name) for name in ("token_ids", "positions", "counter", "decoded")}
@@ -112,7 +112,7 @@ class CudaLookup(CudaRounds):
         room = self._text - lookup.WINDOW - 1
         return super().rounds(requests, gammas, min(rounds, room // (max(gammas) + 1)), ends)
 
-    def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
+    def samples_in_rounds(self, requests: Sequence[Request]) -> bool:
         return True
 
     def send_draft_inputs(self, sequences: Sequence[RoundInput], ahead: int) -> Counts:

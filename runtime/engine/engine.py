@@ -63,7 +63,7 @@ class Engine:
         self.overlaps = executor.overlaps
         """Whether a step may run on the executor while the host postprocesses the step before."""
         limits = executor.limits
-        self.scheduler = Scheduler(pool, limits.max_tokens, max_batch, executor.draws, limits.max_outputs)
+        self.scheduler = Scheduler(pool, limits.max_tokens, max_batch, executor.samples, limits.max_outputs)
         self.scheduler.asks_for_masks = executor.asks_for_masks
         if executor.copies and pool.prefixes is not None:
             self.scheduler.snapshots = Snapshots(executor.copies)

@@ -15,7 +15,7 @@ from qcompile.runtime.engine.timing import CallTimer
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling import accept
 from qcompile.runtime.sampling.arrays import FloatArray
-from qcompile.runtime.sampling.draws import GREEDY, Draws
+from qcompile.runtime.sampling.inputs import GREEDY, SamplingInputs
 from qcompile.runtime.step import Rows, StepExecutor
 
 
@@ -45,7 +45,7 @@ class StepRunner:
         if speculates and any(request.sequence.decodes for request in running):
             return None
         plan = self._scheduler.schedule(self.steps)
-        if plan is None or any(request.params.needs_logits(self._executor.draws) for request in plan.requests):
+        if plan is None or any(request.params.needs_logits(self._executor.samples) for request in plan.requests):
             return None
         if after and not all(r.sampler.foresees and r.prompt_report.complete for r in running):
             return None
@@ -53,7 +53,7 @@ class StepRunner:
         if speculates and any(row.outputs for row in rows):
             return None
         started = self.timer.begin(plan)
-        wait = self._executor.start(rows, plan.steps, self._draws(plan, rows))
+        wait = self._executor.start(rows, plan.steps, self._sampling_inputs(plan, rows))
         if after is None:
             self.timer.note_gap(plan, time.monotonic())  # the executor was idle until here
         return PendingStep.begin(plan, rows, wait, started)
@@ -90,7 +90,7 @@ class StepRunner:
     def _run_multi_step(self, plan: StepPlan, started: float) -> list[Update]:
         """Run a multi-step decode."""
         rows = plan.rows()
-        tokens = self._executor.decode(rows, plan.steps, self._draws(plan, rows))
+        tokens = self._executor.decode(rows, plan.steps, self._sampling_inputs(plan, rows))
         now = self.timer.end()
         self._note_plain_steps(plan, now - started)
         return self._postprocessor.append_all(plan, rows, tokens, now)
@@ -117,11 +117,11 @@ class StepRunner:
         decoding, requests = plan.decoding, plan.requests
         rows = plan.rows(drafts)
         by_logits = [self._needs_logits(request, bool(drafts and drafts[i])) for i, request in enumerate(requests)]
-        draws = [
-            _draws_of(request, row, 0 if on_host else row.outputs - row.known)
+        sampling = [
+            _inputs_of(request, row, 0 if on_host else row.outputs - row.known)
             for request, row, on_host in zip(requests, rows, by_logits, strict=True)
         ]
-        argmax, logits = self._executor.step(rows, any(by_logits), draws)
+        argmax, logits = self._executor.step(rows, any(by_logits), sampling)
         now = self.timer.end()
         if not drafts and decoding:
             self._note_plain_steps(plan, now - started)
@@ -168,15 +168,15 @@ class StepRunner:
     def _needs_logits(self, request: Request, drafted: bool) -> bool:
         """Whether the host chooses the request's tokens from logits, and not the executor."""
         rejects = drafted and self._speculation.rejects and request.params.temperature > 0
-        return rejects or request.params.needs_logits(self._executor.draws)
+        return rejects or request.params.needs_logits(self._executor.samples)
 
-    def _draws(self, plan: StepPlan, rows: Sequence[Rows]) -> list[Draws]:
+    def _sampling_inputs(self, plan: StepPlan, rows: Sequence[Rows]) -> list[SamplingInputs]:
         """How the executor chooses the tokens of steps without drafts."""
         pairs = zip(plan.requests, rows, strict=True)
         return [
             GREEDY
             if request.sampler.argmax_only and not row.known
-            else _draws_of(request, row, (row.outputs - row.known) * plan.steps)
+            else _inputs_of(request, row, (row.outputs - row.known) * plan.steps)
             for request, row in pairs
         ]
 
@@ -186,8 +186,8 @@ class StepRunner:
         self._speculation.note_steps(plan, seconds)
 
 
-def _draws_of(request: Request, row: Rows, count: int) -> Draws:
+def _inputs_of(request: Request, row: Rows, count: int) -> SamplingInputs:
     """How the executor chooses `count` tokens after a request's rows; it also reports the known tokens among them."""
     first, known = row.start + len(row.tokens) - row.outputs + row.known, request.prompt_report.scored + 1
     tokens = request.sequence.tokens[known : known + row.known]
-    return request.sampler.draws(first, count, known=tokens, skipped=request.sequence.pending_tokens)
+    return request.sampler.inputs(first, count, known=tokens, skipped=request.sequence.pending_tokens)

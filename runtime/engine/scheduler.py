@@ -26,7 +26,7 @@ class Scheduler:
     up to `max_batch` running requests."""
 
     def __init__(
-        self, pool: BlockPool, max_tokens: int, max_batch: int, draws: bool = False, max_outputs: int = 0
+        self, pool: BlockPool, max_tokens: int, max_batch: int, samples: bool = False, max_outputs: int = 0
     ) -> None:
         self.pool, self.max_tokens, self.max_batch = pool, max_tokens, max_batch
         self.max_outputs = max_outputs or max_tokens
@@ -38,7 +38,7 @@ class Scheduler:
         """Whether a draft has recurrent states of its own, which no cached page holds."""
         self.adapters: AdapterTable | None = None
         """The adapters that requests may have; None if there are none."""
-        self.draws = draws
+        self.samples = samples
         """Whether the executor samples the tokens of requests with a temperature."""
         self.asks_for_masks = True
         """Whether calls of several steps ask for the masks of their later steps (`StepExecutor.asks_for_masks`)."""
@@ -102,7 +102,7 @@ class Scheduler:
 
     def extend(self, plan: StepPlan, steps: int) -> StepPlan:
         """`plan`, in which all requests decode, with as many steps, up to `steps`, as all requests have room for."""
-        if any(request.params.needs_logits(self.draws) for request in plan.requests):
+        if any(request.params.needs_logits(self.samples) for request in plan.requests):
             return plan
         if not self.asks_for_masks and any(request.sampler.grammar for request in plan.requests):
             return plan

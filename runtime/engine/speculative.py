@@ -90,8 +90,8 @@ class Speculation:
             return True
         if any(self._undrafted(request) for request in plan.requests):
             return False
-        draws = self.executor.draws and not self.rejects and self.drafter.draws_in_rounds(plan.requests)
-        return draws and not any(request.params.needs_logits(draws) for request in plan.requests)
+        samples = self.executor.samples and not self.rejects and self.drafter.samples_in_rounds(plan.requests)
+        return samples and not any(request.params.needs_logits(samples) for request in plan.requests)
 
     def _undrafted(self, request: Request) -> bool:
         """Whether a request has no drafts, as the executor cannot ask for the masks of its grammar in rounds."""

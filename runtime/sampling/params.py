@@ -225,9 +225,9 @@ class SamplingParams:
         plain = plain and self.structured_outputs is None
         return self.temperature == 0 and self.logprobs is None and plain
 
-    def needs_logits(self, draws: bool) -> bool:
-        """Whether a step must return the logits; `draws` tells that the executor can choose from them and report."""
-        return (self.logprobs or 0) > MOST_REPORTED if draws else not self.argmax_only
+    def needs_logits(self, samples: bool) -> bool:
+        """Whether a step must return the logits; `samples` tells that the executor can choose from them and report."""
+        return (self.logprobs or 0) > MOST_REPORTED if samples else not self.argmax_only
 
     @property
     def counts(self) -> bool:

@@ -20,7 +20,7 @@ from qcompile.errors import OverflowedError
 from qcompile.runtime.sampling.accept import Distribution, pick
 from qcompile.runtime.sampling.arrays import DoubleArray, FloatArray
 from qcompile.runtime.sampling.biases import NO_BANS, BiasTable, TokenBiases
-from qcompile.runtime.sampling.draws import GREEDY, Draws
+from qcompile.runtime.sampling.inputs import GREEDY, SamplingInputs
 from qcompile.runtime.sampling.logprobs import MOST_REPORTED, empty_reports
 from qcompile.runtime.sampling.masks import GrammarState, Masks
 from qcompile.runtime.sampling.params import SamplingParams
@@ -84,7 +84,7 @@ class Sampler:
         biases: TokenBiases | None = None,
     ) -> None:
         self.params, self._vocab, self._index, self.grammar = params, vocab, index, grammar
-        self._ahead: deque[float] = deque()  # random numbers that `guess` or `draws` gave and `uniform` will return
+        self._ahead: deque[float] = deque()  # random numbers that `guess` or `inputs` gave and `uniform` will return
         self._noted: Occurrences | None = None
         """The tokens that penalties are for: of the prompt only if its repetition counts."""
         if params.repetition_penalty != 1 or params.counts:
@@ -94,7 +94,7 @@ class Sampler:
         """Whether a token is the argmax of the model's logits, and nothing is noted of it."""
         plain = self._noted is None and self.params.logprobs is None and self.grammar is None
         self.foresees = plain and not params.bad_words
-        """Whether `draws` can be asked for tokens before those before them are known."""
+        """Whether `inputs` can be asked for tokens before those before them are known."""
         self._reports: DoubleArray | None = None
         self._taken: DoubleArray | None = None
         self._known: DoubleArray | None = None
@@ -137,13 +137,13 @@ class Sampler:
         """The next random number in [0, 1)."""
         return self._ahead.popleft() if self._ahead else float(self._random.random())
 
-    def draws(
+    def inputs(
         self, first: int, count: int, ahead: Sequence[int] = (), known: Sequence[int] = (), skipped: int = 0
-    ) -> Draws:
+    ) -> SamplingInputs:
         """What an executor needs to choose up to `count` tokens, the first of them after position `first`.
 
         `ahead` are tokens after that position that are not noted yet. `took` must be told which tokens were chosen.
-        `skipped` are how many are to be chosen before by other `draws`, of which `took` was not told yet.
+        `skipped` are how many are to be chosen before with other inputs, of which `took` was not told yet.
         `known` are the prompt's tokens before, up to position `first`, to report as well: `take_known` returns that.
         """
         params, reports = self.params, self._new_reports(len(known), count)
@@ -160,9 +160,9 @@ class Sampler:
             return changes._replace(first=first, known=known, reports=reports)
         self._look_ahead(skipped + count)
         top_k = params.top_k if 0 < params.top_k < self._vocab else 0
-        drawn = (params.temperature, params.top_p, _min_logit(params), top_k)
+        limits = (params.temperature, params.top_p, _min_logit(params), top_k)
         uniforms = list(islice(self._ahead, skipped, skipped + count))
-        return Draws(*drawn, first, uniforms, penalties, bias, known, reports, masks)
+        return SamplingInputs(*limits, first, uniforms, penalties, bias, known, reports, masks)
 
     def _new_reports(self, known: int, chosen: int) -> DoubleArray | None:
         """Room for the reports of so many known tokens, and of so many chosen ones if they are to be reported."""
@@ -182,7 +182,7 @@ class Sampler:
         return reports
 
     def took(self, tokens: Sequence[int]) -> None:
-        """Note tokens that an executor has chosen by `draws`, and drop the random numbers that it used.
+        """Note tokens that an executor has chosen with `inputs`, and drop the random numbers that it used.
 
         `take_reports` then returns their reports.
         """

@@ -1,1 +1,1 @@
-"""Speculative decoding: the levels that draft, and how many tokens they draft."""
+"""Speculative decoding: the stages that draft, and how many tokens they draft."""

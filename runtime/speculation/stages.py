@@ -2,8 +2,8 @@
 
 Stage 0 is the target. Every other stage drafts tokens for the stage before it, which computes them in one step and
 keeps those that it would have chosen itself, and one token more (Leviathan et al. 2023, greedy case; ML-SpecQD 3.2 for
-more than two stages). The last stage may be an n-gram lookup instead of a model. The manifest of an artifact and the
-library's C interface call stages "levels".
+more than two stages). The last stage may be an n-gram lookup instead of a model. The manifest of an artifact calls
+stages "levels".
 
 Subclasses of Speculator run the rounds: in the artifact's library (runtime/cpu/speculate.py), on a GPU
 (runtime/cuda/rounds.py), or step by step from the host (runtime/speculation/host.py).
@@ -22,7 +22,7 @@ from qcompile.errors import OverflowedError
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.arrays import FloatArray
-from qcompile.runtime.sampling.draws import GREEDY
+from qcompile.runtime.sampling.inputs import GREEDY
 from qcompile.runtime.speculation.lookup import WINDOW
 from qcompile.runtime.step import Rows, StepExecutor
 
@@ -139,7 +139,7 @@ class Speculator:
         ends = [len(request.sequence.tokens) + most for request, most in zip(requests, gammas, strict=True)]
         return [result.tokens for result in self._extend_and_note(requests, gammas, ends, 0)]
 
-    def draws_in_rounds(self, requests: Sequence[Request]) -> bool:
+    def samples_in_rounds(self, requests: Sequence[Request]) -> bool:
         """Whether `rounds` can sample the tokens of these requests; if not, it is for greedy requests only."""
         return False
 
@@ -159,7 +159,7 @@ class Speculator:
         for _ in range(max(gammas)):
             active = [index for index, most in enumerate(gammas) if len(drafts[index]) < most]
             by_executor = [
-                not requests[i].params.needs_logits(stage.executor.draws and not distributions) for i in active
+                not requests[i].params.needs_logits(stage.executor.samples and not distributions) for i in active
             ]
             self._draw_one_each(requests, drafts, active, by_executor)
         for request in requests:
@@ -189,13 +189,13 @@ class Speculator:
             certain = 0 if self.stages[0].shares_cache else len(tokens)
             rows.append(Rows(pending, start, request.sequence.pages, 1, slot=request.sequence.slot, certain=certain))
             request.drafts.cached[0] += len(pending)
-        draws = [
-            requests[i].sampler.draws(requests[i].sequence.computed, len(drafts[i]) + 1, drafts[i]).unreported
-            if drawn
+        sampling = [
+            requests[i].sampler.inputs(requests[i].sequence.computed, len(drafts[i]) + 1, drafts[i]).unreported
+            if sampled
             else GREEDY
-            for i, drawn in zip(active, by_executor, strict=True)
+            for i, sampled in zip(active, by_executor, strict=True)
         ]
-        chosen, logits = executor.step(rows, not all(by_executor), draws)
+        chosen, logits = executor.step(rows, not all(by_executor), sampling)
         for row, index in enumerate(active):
             if by_executor[row] or logits is None:
                 drafts[index].append(max(chosen[row], 0))

@@ -16,7 +16,7 @@ constexpr size_t kScratchBytes = kOwnScratchBytes + expert_scratch_bytes(0, 0);
 constexpr int64_t kSlotNumbers = 0;  // of a sequence's states
 constexpr int kLoggedRows = 32;                       // rows of a step that may be taken back
 static_assert(kv_page_bytes(kKv, kLayers) == 10240, "the runtime sizes pages by this");
-static const char kDescription[] = "{\"abi\": 9, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"embed_width\": 0, \"hidden_width\": 96, \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
+static const char kDescription[] = "{\"abi\": 10, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"embed_width\": 0, \"hidden_width\": 96, \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
 // ---- the program ---------------------------------------------------------------------------------
 // h: f32 [tokens, 96]
 // 0.qkv: f32 [tokens, 256]
@@ -141,7 +141,7 @@ static void step(Model& m, int tid) {
 // Keeps the tokens of a step's rows that follow those listed, for this and later steps of the same call.
 static inline void keep_recent(const qc_batch& b) {
   for (int s = 0; s < b.sequences; ++s) {
-    const qc_draws& d = b.draws[s];
+    const qc_sampling& d = b.sampling[s];
     for (int t = b.query_start[s]; d.room > 0 && t < b.query_start[s + 1]; ++t) {
       const int at = b.positions[t] - d.first - 1;
       if (at >= 0 && at < d.room) d.recent[at] = b.token_ids[t];
@@ -150,7 +150,7 @@ static inline void keep_recent(const qc_batch& b) {
 }
 
 // Applies the biases and penalties of a row at `position` to its logits x [n]. times [n] must be zeros, and is left so.
-static inline void penalize(float* x, int n, const qc_draws& d, int position, int32_t* times) {
+static inline void penalize(float* x, int n, const qc_sampling& d, int position, int32_t* times) {
   const int after = position - d.first, recent = after < 0 ? 0 : after < d.room ? after : d.room;
   const float factor = (float)d.repetition;
   const auto inside = [&](int32_t token) { return token >= 0 && token < n; };
@@ -180,7 +180,7 @@ static inline void penalize(float* x, int n, const qc_draws& d, int position, in
 constexpr int mask_words(int n) { return (n + 31) / 32; }
 
 // Writes the mask of a row at `position`, if it has one.
-static inline void fill_mask(const qc_draws& d, int position, uint32_t* mask, int words) {
+static inline void fill_mask(const qc_sampling& d, int position, uint32_t* mask, int words) {
   const int after = position - d.first;
   if (!d.fill_mask || after < 0) return;
   memset(mask, 0, (size_t)words * sizeof(uint32_t));

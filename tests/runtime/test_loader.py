@@ -37,7 +37,7 @@ COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 STUB = r"""
 #include <stdint.h>
 typedef struct { int32_t tokens, sequences, outputs, stride; const int32_t *ids, *positions, *start, *table,
-  *rows; float* logits; int32_t* argmax; const void* draws; } batch;
+  *rows; float* logits; int32_t* argmax; const void* sampling; } batch;
 typedef struct { const void* const* weights; void* kv; int64_t pages; int32_t threads, max_tokens, outputs; } config;
 static const uint8_t* first;
 const char* qc_describe(void) { return "{\"abi\": CPU_ABI, \"isa\": \"stub\", \"calls\": [\"a\", \"b\"]}"; }
@@ -55,7 +55,7 @@ int qc_decode(void* m, const batch* b, int32_t steps, int32_t* out) {
     out[i] = ((i < b->sequences ? b->ids[i] : out[i - b->sequences]) + first[0]) % 260;
   return 0;
 }
-void* qc_team(void* m) { return m; }
+void* qc_thread_pool(void* m) { return m; }
 int qc_speculate(const void* q) { return 1; }
 int qc_profile(void* m, int32_t on) { return 0; }
 int qc_profile_read(void* m, double* s, int64_t* n, int32_t k) {
@@ -163,7 +163,7 @@ def sealed(root: Path, *place: Any, value: Any) -> None:
     (root / layout.MANIFEST).write_bytes(layout.canonical_json(manifest))
 
 
-PATH_LEVEL = {
+PATH_STAGE = {
     "path": "draft1", "library": "kernels/stub/model.so", "gamma": 4, "threshold": 0.0, "max_position": 500,
     "vocab_size": 260, "kv": None, "weights": [0, 1],
 }  # fmt: skip
@@ -182,9 +182,9 @@ TIMES = {"batch": 1, "context": 32, "plain": 1e-3, "rounds": {"1": 1e-3}}
         (("runtime", "levels"), 7, "levels is not a list"),
         (("runtime", "levels"), [[]], r"levels\[0\] is not an object"),
         (("runtime", "levels"), [{"lookup": "x", "gamma": 7}], "lookup is not"),
-        (("runtime", "levels"), [PATH_LEVEL | {"weights": [99]}], r"weights\[0\] is not a whole number between 0"),
-        (("runtime", "levels"), [PATH_LEVEL | {"threshold": "x"}], "threshold is not a number"),
-        (("runtime", "levels"), [PATH_LEVEL | {"kv": {}}], "kv lacks format"),
+        (("runtime", "levels"), [PATH_STAGE | {"weights": [99]}], r"weights\[0\] is not a whole number between 0"),
+        (("runtime", "levels"), [PATH_STAGE | {"threshold": "x"}], "threshold is not a number"),
+        (("runtime", "levels"), [PATH_STAGE | {"kv": {}}], "kv lacks format"),
         (("tuned",), {"acceptance": 0.5}, "tuned lacks table"),
         (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"plain": 0.0}]}, "times that none takes"),
         (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"rounds": {"x": 1.0}}]}, "same gammas"),

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from qcompile.artifact.abi import CPU_ABI
-from qcompile.runtime.cpu.executor import Executor, QcDraws
+from qcompile.runtime.cpu.executor import Executor, QcSampling
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.sampling.accept import pick
 from qcompile.runtime.sampling.arrays import FloatArray
-from qcompile.runtime.sampling.draws import Draws
+from qcompile.runtime.sampling.inputs import SamplingInputs
 from qcompile.runtime.sampling.masks import mask_words
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, penalize
@@ -130,7 +130,7 @@ class FakeLibrary:
         for output, row in enumerate(wanted):
             logits, broken = logits_of(int(states[row])), tokens[row] == self.broken
             ints(batch.argmax, batch.outputs)[output] = -1 if broken else logits.argmax()
-            if batch.draws and not broken:
+            if batch.sampling and not broken:
                 sequence = int(np.searchsorted(start, row, side="right")) - 1
                 ints(batch.argmax, batch.outputs)[output] = drawn(batch, sequence, logits, int(positions[row]))
             if batch.logits:
@@ -140,60 +140,60 @@ class FakeLibrary:
 
 def keep_recent(batch: Any, sequence: int, tokens: np.ndarray, positions: np.ndarray) -> None:
     """Keep the tokens of a step that follow those listed."""
-    draws = (QcDraws * batch.sequences).from_address(batch.draws)[sequence] if batch.draws else None
+    sampling = (QcSampling * batch.sequences).from_address(batch.sampling)[sequence] if batch.sampling else None
     for token, position in zip(tokens, positions, strict=True):
-        if draws and draws.first < position <= draws.first + draws.room:
-            ints(draws.recent, draws.room)[position - draws.first - 1] = token
+        if sampling and sampling.first < position <= sampling.first + sampling.room:
+            ints(sampling.recent, sampling.room)[position - sampling.first - 1] = token
 
 
 def drawn(batch: Any, sequence: int, logits: np.ndarray, position: int) -> int:
-    """The token that a sequence's draws choose at a position, or know; reports it if asked."""
-    draws = (QcDraws * batch.sequences).from_address(batch.draws)[sequence]
-    at, room = position - draws.first + draws.known, draws.known + draws.reported
-    known = 0 <= at < draws.known
-    token = int(ints(draws.known_next, draws.known)[at]) if known else chosen(draws, logits, position)
+    """The token that a sequence's sampling inputs choose at a position, or know; reports it if asked."""
+    sampling = (QcSampling * batch.sequences).from_address(batch.sampling)[sequence]
+    at, room = position - sampling.first + sampling.known, sampling.known + sampling.reported
+    known = 0 <= at < sampling.known
+    token = int(ints(sampling.known_next, sampling.known)[at]) if known else chosen(sampling, logits, position)
     if 0 <= at < room:
-        width = 4 + 2 * draws.alternatives
-        every = (ctypes.c_double * (width * room)).from_address(draws.reports)
-        top = np.lexsort((_COLUMNS, -logits))[: draws.alternatives]
+        width = 4 + 2 * sampling.alternatives
+        every = (ctypes.c_double * (width * room)).from_address(sampling.reports)
+        top = np.lexsort((_COLUMNS, -logits))[: sampling.alternatives]
         rank, weights = 1 + (logits > logits[token]).sum(), np.exp(logits.astype(np.float64) - logits.max())
         report = [logits.max(), weights.sum(), logits[token], rank, *logits[top], *top]
         np.ctypeslib.as_array(every).reshape(-1, width)[at] = report
     return token
 
 
-def chosen(draws: QcDraws, logits: np.ndarray, position: int) -> int:
-    """The token that draws choose at a position."""
-    if draws.biased:
-        values = np.ctypeslib.as_array((ctypes.c_float * draws.biased).from_address(draws.bias_values))
-        logits = Bias(ints(draws.bias_tokens, draws.biased), values).added(logits)
-    if draws.repetition:
-        logits = penalized(draws, logits, position)
-    if draws.fill_mask:
+def chosen(sampling: QcSampling, logits: np.ndarray, position: int) -> int:
+    """The token that sampling inputs choose at a position."""
+    if sampling.biased:
+        values = np.ctypeslib.as_array((ctypes.c_float * sampling.biased).from_address(sampling.bias_values))
+        logits = Bias(ints(sampling.bias_tokens, sampling.biased), values).added(logits)
+    if sampling.repetition:
+        logits = penalized(sampling, logits, position)
+    if sampling.fill_mask:
         mask = np.zeros(mask_words(VOCAB), np.uint32)
-        grammar = ctypes.cast(draws.grammar, ctypes.py_object)
-        recent = ctypes.cast(draws.recent, ctypes.POINTER(ctypes.c_int32))
-        draws.fill_mask(grammar, recent, position - draws.first, mask.ctypes.data, len(mask))
+        grammar = ctypes.cast(sampling.grammar, ctypes.py_object)
+        recent = ctypes.cast(sampling.recent, ctypes.POINTER(ctypes.c_int32))
+        sampling.fill_mask(grammar, recent, position - sampling.first, mask.ctypes.data, len(mask))
         allowed = np.unpackbits(mask.view(np.uint8), count=VOCAB, bitorder="little")
         logits = np.where(allowed, logits, np.float32(-np.inf))
         if not allowed.any():
             return -1
-    if draws.temperature == 0:
+    if sampling.temperature == 0:
         return int(logits.argmax())
-    assert draws.min_logit == -np.inf  # its min-p cannot be told from it
-    params = SamplingParams(temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
-    uniforms = (ctypes.c_double * draws.count).from_address(draws.uniforms)
-    return pick(distribution(logits, params), uniforms[min(position - draws.first, draws.count - 1)])
+    assert sampling.min_logit == -np.inf  # its min-p cannot be told from it
+    params = SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    uniforms = (ctypes.c_double * sampling.count).from_address(sampling.uniforms)
+    return pick(distribution(logits, params), uniforms[min(position - sampling.first, sampling.count - 1)])
 
 
-def penalized(draws: QcDraws, logits: np.ndarray, position: int) -> np.ndarray:
+def penalized(sampling: QcSampling, logits: np.ndarray, position: int) -> np.ndarray:
     """The logits of a position with a sequence's penalties."""
     noted = Occurrences(())
-    noted._tokens, noted._counts = (array("i", ints(at, draws.listed)) for at in (draws.seen, draws.counts))
+    noted._tokens, noted._counts = (array("i", ints(at, sampling.listed)) for at in (sampling.seen, sampling.counts))
     noted._place = {token: place for place, token in enumerate(noted._tokens)}
-    assert 0 <= position - draws.first <= draws.room
-    listed = noted.listed(ints(draws.recent, draws.room)[: position - draws.first])
-    return penalize(logits, *listed, draws.repetition, draws.frequency, draws.presence)
+    assert 0 <= position - sampling.first <= sampling.room
+    listed = noted.listed(ints(sampling.recent, sampling.room)[: position - sampling.first])
+    return penalize(logits, *listed, sampling.repetition, sampling.frequency, sampling.presence)
 
 
 def ints(address: int, count: int) -> np.ndarray:
@@ -226,7 +226,7 @@ class Late:
 
     rows: list[Rows]
     steps: int
-    draws: list[Draws]
+    sampling: list[SamplingInputs]
     found: list[int] | None = None
 
 
@@ -241,12 +241,14 @@ class LateExecutor(Executor):
         super().__init__(*given)
         self._late: list[Late] = []
 
-    def start(self, sequences: Sequence[Rows], steps: int, draws: Sequence[Draws] = ()) -> Callable[[], list[int]]:
+    def start(
+        self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()
+    ) -> Callable[[], list[int]]:
         while len(self._late) > 1:
             self._run_first()
         # As on a GPU, the inputs have been read when this returns.
         rows = [row._replace(tokens=list(row.tokens), pages=list(row.pages)) for row in sequences]
-        late = Late(rows, steps, [draw._replace(penalties=copy.deepcopy(draw.penalties)) for draw in draws])
+        late = Late(rows, steps, [draw._replace(penalties=copy.deepcopy(draw.penalties)) for draw in sampling])
         self._late.append(late)
         self.most_late = max(self.most_late, len(self._late))
 
@@ -264,7 +266,7 @@ class LateExecutor(Executor):
 
     def _run_first(self) -> None:
         (late, *others), self._late = self._late, []
-        late.found = super().start(late.rows, late.steps, late.draws)()
+        late.found = super().start(late.rows, late.steps, late.sampling)()
         self._late = others
 
     def step(self, *given: Any, **more: Any) -> tuple[list[int], FloatArray | None]:

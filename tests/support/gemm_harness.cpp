@@ -16,20 +16,20 @@ extern "C" {
 void harness_quantize(int rows, const float* x, int width, const Q8Rows* out) { quantize({0, rows}, x, width, *out); }
 
 // Draws a token from x [n], of which the largest is at `best`; -1 if there is no memory.
-int harness_draw(const float* x, int n, int best, const qc_draws* draws) {
+int harness_draw(const float* x, int n, int best, const qc_sampling* sampling) {
   void* memory = nullptr;
   if (posix_memalign(&memory, 64, Sampler::bytes(n))) return -1;
-  const int token = Sampler(n, (char*)memory).draw(x, best, *draws, draws->uniforms[0]);
+  const int token = Sampler(n, (char*)memory).draw(x, best, *sampling, sampling->uniforms[0]);
   free(memory);
   return token;
 }
 
 // Applies the penalties of a row at `position` to x [n]. Returns the largest's index; -2 if there is no memory, or if
 // memory of zeros was not left so.
-int harness_penalize(float* x, int n, const qc_draws* draws, int position) {
+int harness_penalize(float* x, int n, const qc_sampling* sampling, int position) {
   int32_t* times = (int32_t*)calloc((size_t)n, sizeof(int32_t));
   if (!times) return -2;
-  penalize(x, n, *draws, position, times);
+  penalize(x, n, *sampling, position, times);
   bool zeros = true;
   for (int i = 0; i < n; ++i) zeros &= times[i] == 0;
   free(times);
@@ -43,11 +43,11 @@ int harness_mask(float* x, int n, const uint32_t* mask) {
 }
 
 // Writes the report of `token`, chosen from x [n], for the first position. Returns 1 if there is no memory.
-int harness_report(const float* x, int n, int token, const qc_draws* draws) {
+int harness_report(const float* x, int n, int token, const qc_sampling* sampling) {
   void* memory = nullptr;
   if (posix_memalign(&memory, 64, Sampler::bytes(n))) return 1;
   Sampler sampler(n, (char*)memory);
-  report(sampler, x, token, *draws, 0);
+  report(sampler, x, token, *sampling, 0);
   free(memory);
   return 0;
 }

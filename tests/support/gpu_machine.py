@@ -26,7 +26,7 @@ from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
 from qcompile.runtime.request import Request
-from qcompile.runtime.sampling.draws import Draws
+from qcompile.runtime.sampling.inputs import SamplingInputs
 from qcompile.runtime.speculation.controller import GammaController
 from qcompile.runtime.speculation.costs import GAMMAS, RoundCosts, SpeculationPrior
 from qcompile.runtime.step import Limits
@@ -172,9 +172,9 @@ class Machine:
         driver: Any = self.driver
         self.target = CudaExecutor(driver, data["model"], functions, self.weights, pages, self.limits)
         nowhere, listed = KernelFiles("", "", 0, ""), [{"name": name} for name in self.weights]
-        levels = drafts_module.levels(planned.drafts, planned.lookup, nowhere, listed)
-        opened = [load._level(self.target, e, data.get(e.get("path")), functions, self.weights) for e in levels]
-        self.speculator: Any = load._drafter(Path(), {}, self.target, levels, opened, None) if levels else None
+        stages = drafts_module.draft_stages(planned.drafts, planned.lookup, nowhere, listed)
+        opened = [load._stage(self.target, e, data.get(e.get("path")), functions, self.weights) for e in stages]
+        self.speculator: Any = load._drafter(Path(), {}, self.target, stages, opened, None) if stages else None
         self.pages = pages
         if not fine:
             for executor in self.executors:
@@ -196,7 +196,7 @@ class Machine:
     def let_kernels_choose(self, chosen: bool) -> None:
         """Whether kernels choose tokens that are not greedy, those of drafts too, or the host does."""
         for executor in self.executors:
-            executor.draws = chosen
+            executor.samples = chosen
 
     def engine(self, gamma: int = 0) -> Engine:
         """A new engine that drafts `gamma` tokens a round. Like that of a loaded model, it has a controller."""
@@ -219,14 +219,16 @@ class Machine:
 PROMPTS = [[5, 9, 11], [7], [1, 2], list(range(20, 37)), [3, 3, 3], [30, 31, 30]]
 
 
-def send_draws(draws: Sequence[Draws], rows: int) -> tuple[DeviceSampling, dict[str, int], dict[str, torch.Tensor]]:
-    """Send the draws of a step with so many rows, all of which give logits; the counts of its launches, and arrays."""
+def send_sampling(
+    sampling: Sequence[SamplingInputs], rows: int
+) -> tuple[DeviceSampling, dict[str, int], dict[str, torch.Tensor]]:
+    """Send the sampling inputs of a step of `rows` rows, all with logits. Returns its launches' counts, and arrays."""
     driver: Any = HostDriver()
-    sender = DeviceSampling(driver, len(draws))
-    if sender.lacks_room(draws):
-        sender.grow(draws)
-    counts = sender.send(draws, rows) | {"tokens": rows, "outputs": rows}
-    types = {"sampling": "*fp64", "draws": "*fp64", "seen": "*i32", "reports": "*fp64"}
+    sender = DeviceSampling(driver, len(sampling))
+    if sender.lacks_room(sampling):
+        sender.grow(sampling)
+    counts = sender.send(sampling, rows) | {"tokens": rows, "outputs": rows}
+    types = {"sampling": "*fp64", "uniforms": "*fp64", "seen": "*i32", "reports": "*fp64"}
     return sender, counts, {name: driver.at(address, types[name]) for name, address in sender.addresses.items()}
 
 
@@ -254,9 +256,9 @@ def logits_asked() -> list[bool]:
     asked: list[bool] = []
     step = CudaExecutor.step
 
-    def spied(self: Any, rows: Any, logits: bool, draws: Any = ()) -> Any:
+    def spied(self: Any, rows: Any, logits: bool, sampling: Any = ()) -> Any:
         asked.append(logits)
-        return step(self, rows, logits, draws)
+        return step(self, rows, logits, sampling)
 
     CudaExecutor.step = spied  # type: ignore[method-assign]
     return asked

@@ -1,4 +1,4 @@
-// abi.h: the C interface of a generated library (version 9). Integers are int32 unless stated otherwise.
+// abi.h: the C interface of a generated library (version 10). Integers are int32 unless stated otherwise.
 #pragma once
 #include <stdint.h>
 
@@ -8,7 +8,7 @@
 // words are zeros before. It is called while the library runs no other thread.
 typedef void (*qc_fill_mask)(void* grammar, const int32_t* tokens, int32_t count, uint32_t* mask, int32_t words);
 
-typedef struct {               // how the tokens of a sequence are drawn
+typedef struct {               // sampling inputs: how the tokens of a sequence are chosen
   double temperature;          // 0: the argmax
   double top_p;                // 1: no limit
   double min_logit;            // min-p: added to the largest logit it gives the limit; minus infinity: no limit
@@ -34,7 +34,7 @@ typedef struct {               // how the tokens of a sequence are drawn
   const float* bias_values;    // [biased] added to these tokens' logits, before penalties
   qc_fill_mask fill_mask;      // null: all tokens may be drawn; else of those from position `first` on, which it says
   void* grammar;               // for fill_mask
-} qc_draws;
+} qc_sampling;
 
 typedef struct {               // one batch of rows for a step
   int32_t tokens;              // M, 1 .. max_tokens
@@ -48,7 +48,7 @@ typedef struct {               // one batch of rows for a step
   const int32_t* output_rows;  // [R]
   float* logits;               // [R][vocab] or null; those of rows with penalties have them applied
   int32_t* argmax;             // [R] or null; the lowest index wins ties, -1 where the largest logit is not finite
-  const qc_draws* draws;       // [S] or null; argmax of rows is the token that they choose
+  const qc_sampling* sampling; // [S] or null; argmax of rows is the token that they choose
   const int32_t* state_slots;  // [S] distinct slots of states, or null if the model has none
   const int32_t* certain;      // [S] leading positions that are never taken back, or null likewise; see state.h
   const float* const* embeds;  // [M] or null; an embedding [width] in place of that of the row's token, or null
@@ -65,49 +65,49 @@ typedef struct {
   int32_t threads;             // >= 1, including the calling thread
   int32_t max_tokens;
   int32_t max_outputs;
-  void* team;                  // qc_team of another open model whose threads to share; null: start own threads
+  void* thread_pool;           // qc_thread_pool of another open model whose threads to share; null: start own threads
   void* states;                // [slot][numbers of a slot] f32, 64-byte aligned; null if the model has none
   int64_t state_slots;
 } qc_config;
 
-typedef struct {               // one speculation level: a path of the artifact, or prompt lookup in the text so far
+typedef struct {               // one draft stage: a path of the artifact, or prompt lookup in the text so far
   int (*step)(void*, const qc_batch*);  // qc_step of the path's library; null: prompt lookup
   void* model;
   int32_t vocab;
-  int32_t cache;               // levels with the same number share a KV cache
-  int32_t gamma;               // maximum tokens proposed at once to the level above
+  int32_t cache;               // stages with the same number share a KV cache
+  int32_t gamma;               // maximum tokens proposed at once to the stage above
   int32_t match;               // lookup: the longest suffix of the text to match
   float threshold;             // drafting stops after a token with a lower probability than this; 0: never
-} qc_level;
+} qc_stage;
 
 enum { qc_most_drafts = 16 };
 
 typedef struct {               // rounds of drafting and verifying for S sequences
-  int32_t levels;              // level 0 is the target; level i + 1 drafts for level i
+  int32_t stages;              // stage 0 is the target; stage i + 1 drafts for stage i
   int32_t sequences;
-  int32_t rounds;              // maximum rounds of level 0; 0: only draft what level 1 would propose
-  int32_t max_rows;            // maximum rows in one step of any level
+  int32_t rounds;              // maximum rounds of stage 0; 0: only draft what stage 1 would propose
+  int32_t max_rows;            // maximum rows in one step of any stage
   int32_t stride;              // entries in a row of tokens
   int32_t block_stride;
-  const qc_level* level;
+  const qc_stage* stage;
   int32_t* tokens;             // [S][stride] the text, from position first[s] on
   const int32_t* first;        // [S]
   int32_t* length;             // [S] in/out: tokens in the row
   const int32_t* limit;        // [S] stop once the text has this length
   const int32_t* gamma;        // [S] maximum drafts per round
-  const qc_draws* draws;       // [S] or null; levels draw by the same random numbers
-  int32_t* computed;           // [levels][S] in/out: positions present in the level's cache
+  const qc_sampling* sampling; // [S] or null; stages draw by the same random numbers
+  int32_t* computed;           // [stages][S] in/out: positions present in the stage's cache
   const int32_t* block_table;  // [S][block_stride]; pages must have room up to position limit - 2
   int32_t* rounds_done;        // [S] += rounds
   int32_t* drafted;            // [S][qc_most_drafts] += drafts by index within the round
   int32_t* accepted;           // [S][qc_most_drafts] += accepted drafts, by the same index
-  double* seconds;             // [levels] += time spent in the level's steps
-  const int32_t* state_slots;  // [S] as in qc_batch, the same in all levels
+  double* seconds;             // [stages] += time spent in the stage's steps
+  const int32_t* state_slots;  // [S] as in qc_batch, the same in all stages
 } qc_speculation;
 
 QC_API const char* qc_describe(void);             // JSON: abi, isa, dimensions, call names in order
 QC_API void* qc_open(const qc_config* config);    // null if memory or threads are unavailable
-QC_API void* qc_team(void* model);
+QC_API void* qc_thread_pool(void* model);
 QC_API int qc_step(void* model, const qc_batch* batch);  // 0 done, 1 invalid argument, 2 a rank has failed
 // Decodes `steps` tokens per sequence (tokens == sequences == outputs), each fed back as the next input.
 // Token i of sequence s goes to out[i * S + s]. The block tables must already have room. 0 done, 1 invalid argument.

@@ -21,7 +21,7 @@ static size_t carve(Model& m, char* base) {
     return p;
   };
   const size_t tokens = (size_t)m.capacity[kTokens], outputs = (size_t)m.capacity[kOutputs];
-  const size_t threads = (size_t)m.team->threads;
+  const size_t threads = (size_t)m.pool->threads;
   m.arena[kTokens] = take((size_t)kTokenBytes * tokens);
   m.arena[kOutputs] = take((size_t)kOutputBytes * outputs);
   m.rope = (float*)take((size_t)kRopeFloats * tokens * sizeof(float));
@@ -29,7 +29,7 @@ static size_t carve(Model& m, char* base) {
   m.best = (BestLanes*)take(threads * outputs * sizeof(BestLanes));
   m.own = take(threads * kOwnBytes);
   m.scratch = take(threads * kScratchBytes);
-  m.draws = take(threads * Sampler::bytes(kVocab));
+  m.samplers = take(threads * Sampler::bytes(kVocab));
   m.times = (int32_t*)take(threads * kVocab * sizeof(int32_t));
   m.plain = (float*)take(threads * kVocab * sizeof(float));
   m.masks = (uint32_t*)take(outputs * mask_words(kVocab) * sizeof(uint32_t));
@@ -43,7 +43,7 @@ static bool allocate(Model& m) {
   if (p == MAP_FAILED) return false;
   m.memory = p;
   // Only a hint: small pages work as well. A draft path has few rows and would waste most of each huge page.
-  if (m.team == &m.own_team) madvise(p, m.memory_bytes, MADV_HUGEPAGE);
+  if (m.pool == &m.own_pool) madvise(p, m.memory_bytes, MADV_HUGEPAGE);
   carve(m, (char*)p);
   return true;
 }
@@ -51,7 +51,7 @@ static bool allocate(Model& m) {
 QC_API void qc_close(void* model) {
   if (!model) return;
   Model& m = *(Model*)model;
-  if (m.team == &m.own_team) m.team->close();
+  if (m.pool == &m.own_pool) m.pool->close();
   if (m.memory) munmap(m.memory, m.memory_bytes);
   free(m.ranks);
   free(model);
@@ -72,8 +72,8 @@ QC_API void* qc_open(const qc_config* c) {
   m.rows[kTokens] = c->max_tokens;
   m.rows[kOutputs] = c->max_outputs;
   for (int kind = 0; kind < 2; ++kind) m.capacity[kind] = (m.rows[kind] + 63) / 64 * 64;
-  m.team = c->team ? (Team*)c->team : &m.own_team;
-  if ((!c->team && !m.team->open(c->threads)) || !allocate(m)) {
+  m.pool = c->thread_pool ? (ThreadPool*)c->thread_pool : &m.own_pool;
+  if ((!c->thread_pool && !m.pool->open(c->threads)) || !allocate(m)) {
     qc_close(p);
     return nullptr;
   }
@@ -85,7 +85,7 @@ static bool begin_step(Model&, qc_batch&) { return true; }
 static int status(const Model&) { return 0; }
 #endif
 
-QC_API void* qc_team(void* model) { return model ? ((Model*)model)->team : nullptr; }
+QC_API void* qc_thread_pool(void* model) { return model ? ((Model*)model)->pool : nullptr; }
 
 // ---- steps ------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ static bool valid_sequence(const Model& m, const qc_batch& b, int s, int steps) 
   return true;
 }
 
-static bool valid_draws(const qc_draws& d) {
+static bool valid_sampling(const qc_sampling& d) {
   if (d.temperature > 0 && (d.count < 1 || !d.uniforms)) return false;
   const bool reports = d.reported > 0 || d.known > 0;
   if (reports && (!d.reports || d.alternatives < 0 || d.alternatives > kVocab)) return false;
@@ -145,7 +145,7 @@ static bool valid(const Model& m, const qc_batch* batch, int steps) {
     if (b.output_rows[r] < 0 || b.output_rows[r] >= b.tokens) return false;
   for (int s = 0; s < b.sequences; ++s) {
     if (!valid_sequence(m, b, s, steps)) return false;
-    if (b.draws && !valid_draws(b.draws[s])) return false;
+    if (b.sampling && !valid_sampling(b.sampling[s])) return false;
   }
   return valid_states(m, b);
 }
@@ -155,12 +155,12 @@ static bool valid(const Model& m, const qc_batch* batch, int steps) {
 static void choose_rows(void* model, int tid) {
   Model& m = *(Model*)model;
   const qc_batch& b = m.batch;
-  Sampler sampler(kVocab, m.draws + (size_t)tid * Sampler::bytes(kVocab));
-  for (int r = tid, s = 0; r < b.outputs; r += m.team->threads) {
+  Sampler sampler(kVocab, m.samplers + (size_t)tid * Sampler::bytes(kVocab));
+  for (int r = tid, s = 0; r < b.outputs; r += m.pool->threads) {
     const int row = b.output_rows[r];
     if (row < b.query_start[s]) s = 0;
     while (row >= b.query_start[s + 1]) ++s;
-    const qc_draws& d = b.draws[s];
+    const qc_sampling& d = b.sampling[s];
     float* x = b.logits + (int64_t)r * kVocab;
     const float* plain = x;
     const int place = b.positions[row] - d.first;
@@ -190,28 +190,28 @@ static void fill_masks(const Model& m, const qc_batch& b) {
     const int row = b.output_rows[r], words = mask_words(kVocab);
     if (row < b.query_start[s]) s = 0;
     while (row >= b.query_start[s + 1]) ++s;
-    fill_mask(b.draws[s], b.positions[row], m.masks + (int64_t)r * words, words);
+    fill_mask(b.sampling[s], b.positions[row], m.masks + (int64_t)r * words, words);
   }
 }
 
 static void run_batch(Model& m, const qc_batch& b) {
   m.batch = b;
   bool chosen = false;
-  for (int s = 0; b.argmax && b.draws && s < b.sequences; ++s) {
-    const qc_draws& d = b.draws[s];
+  for (int s = 0; b.argmax && b.sampling && s < b.sequences; ++s) {
+    const qc_sampling& d = b.sampling[s];
     chosen |= d.temperature > 0 || d.room > 0 || d.biased > 0 || d.reported > 0 || d.known > 0;
   }
   if (!begin_step(m, m.batch)) return;
   if (chosen && !b.logits) m.batch.logits = m.logits;
   if (chosen) keep_recent(b), fill_masks(m, b);
   memset(m.next_task, 0, sizeof m.next_task);
-  m.team->run(run_step, &m);
+  m.pool->run(run_step, &m);
   for (int r = 0; b.argmax && r < b.outputs; ++r) {
     BestLanes& row = m.best[r];
-    for (int t = 1; t < m.team->threads; ++t) row.merge(m.best[(int64_t)t * m.capacity[kOutputs] + r]);
+    for (int t = 1; t < m.pool->threads; ++t) row.merge(m.best[(int64_t)t * m.capacity[kOutputs] + r]);
     b.argmax[r] = row.index();
   }
-  if (chosen) m.team->run(choose_rows, &m);
+  if (chosen) m.pool->run(choose_rows, &m);
 }
 
 QC_API int qc_step(void* model, const qc_batch* batch) {
@@ -224,7 +224,7 @@ QC_API int qc_hidden(void* model, const qc_batch* batch, float* out) {
   if (!kHidden || !model || !out || !valid(*(Model*)model, batch, 1)) return 1;
   Model& m = *(Model*)model;
   qc_batch b = *batch;
-  b.argmax = nullptr, b.draws = nullptr;
+  b.argmax = nullptr, b.sampling = nullptr;
   m.hidden = out;
   run_batch(m, b);
   m.hidden = nullptr;
@@ -276,4 +276,4 @@ QC_API int qc_profile_read(void* model, double* seconds, int64_t* counts, int32_
   return 0;
 }
 
-QC_API double qc_probe(void* model, int32_t what) { return model ? probe(*((Model*)model)->team, what) : 0.0; }
+QC_API double qc_probe(void* model, int32_t what) { return model ? probe(*((Model*)model)->pool, what) : 0.0; }

@@ -7,13 +7,13 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "rope.h"
-#include "team.h"
+#include "thread_pool.h"
 
 enum RowKind { kTokens, kOutputs };
 
 struct Model {
-  Team* team;
-  Team own_team;                   // used unless the model was opened with another's team
+  ThreadPool* pool;
+  ThreadPool own_pool;             // used unless the model was opened with that of another
   qc_batch batch;                  // of the running step
   const void* const* weights;
   char* kv;
@@ -27,7 +27,7 @@ struct Model {
   BestLanes* best;                 // [threads][capacity of outputs]
   char* own;                       // [threads][kOwnBytes]: rows each thread computes redundantly
   char* scratch;                   // [threads][kScratchBytes]
-  char* draws;                     // [threads][Sampler::bytes(vocab)]
+  char* samplers;                  // [threads][Sampler::bytes(vocab)]
   int32_t* times;                  // [threads][vocab] zeros, for penalties
   float* hidden;                   // of qc_hidden: where the final hidden states go in place of logits; else null
   float* plain;                    // [threads][vocab] logits before penalties, for reports
@@ -50,7 +50,7 @@ struct Step {
   double time = 0;
 
   Step(Model& model, int tid)
-      : m(model), b(model.batch), w{tid, model.team->threads, model.scratch + (int64_t)tid * kScratchBytes} {
+      : m(model), b(model.batch), w{tid, model.pool->threads, model.scratch + (int64_t)tid * kScratchBytes} {
     few[kTokens] = w.threads > 1 && b.tokens <= kFewRows;
     few[kOutputs] = w.threads > 1 && b.outputs <= kFewRows;
     if (tid == 0 && m.profiling) time = now_seconds();
@@ -136,7 +136,7 @@ struct Step {
 
   // End of call `index`. `sync`: a barrier, as other threads need what the call wrote.
   void done(int index, bool sync) {
-    if (sync) m.team->sync(w.tid);
+    if (sync) m.pool->sync(w.tid);
     if (w.tid == 0 && m.profiling) {
       const double now = now_seconds();
       m.seconds[index] += now - time;

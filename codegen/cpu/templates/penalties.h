@@ -7,7 +7,7 @@
 // Keeps the tokens of a step's rows that follow those listed, for this and later steps of the same call.
 static inline void keep_recent(const qc_batch& b) {
   for (int s = 0; s < b.sequences; ++s) {
-    const qc_draws& d = b.draws[s];
+    const qc_sampling& d = b.sampling[s];
     for (int t = b.query_start[s]; d.room > 0 && t < b.query_start[s + 1]; ++t) {
       const int at = b.positions[t] - d.first - 1;
       if (at >= 0 && at < d.room) d.recent[at] = b.token_ids[t];
@@ -16,7 +16,7 @@ static inline void keep_recent(const qc_batch& b) {
 }
 
 // Applies the biases and penalties of a row at `position` to its logits x [n]. times [n] must be zeros, and is left so.
-static inline void penalize(float* x, int n, const qc_draws& d, int position, int32_t* times) {
+static inline void penalize(float* x, int n, const qc_sampling& d, int position, int32_t* times) {
   const int after = position - d.first, recent = after < 0 ? 0 : after < d.room ? after : d.room;
   const float factor = (float)d.repetition;
   const auto inside = [&](int32_t token) { return token >= 0 && token < n; };
@@ -46,7 +46,7 @@ static inline void penalize(float* x, int n, const qc_draws& d, int position, in
 constexpr int mask_words(int n) { return (n + 31) / 32; }
 
 // Writes the mask of a row at `position`, if it has one.
-static inline void fill_mask(const qc_draws& d, int position, uint32_t* mask, int words) {
+static inline void fill_mask(const qc_sampling& d, int position, uint32_t* mask, int words) {
   const int after = position - d.first;
   if (!d.fill_mask || after < 0) return;
   memset(mask, 0, (size_t)words * sizeof(uint32_t));

@@ -4,10 +4,10 @@
 #include <sys/mman.h>
 
 #include "gemm.h"
-#include "team.h"
+#include "thread_pool.h"
 
 struct Probe {
-  Team& team;
+  ThreadPool& pool;
   int what;
   char* memory;
   size_t bytes;
@@ -25,7 +25,7 @@ constexpr int kProbeSteps = 400000;
 
 // Reads one thread's share, summing into 8 independent accumulators, with the kernels' prefetch distance.
 static int32_t probe_read(const Probe& p, int tid) {
-  const size_t lines = p.bytes / 64 / (size_t)p.team.threads;
+  const size_t lines = p.bytes / 64 / (size_t)p.pool.threads;
   const char* from = p.memory + (size_t)tid * lines * 64;
   i32x16 sum[8]{};
   for (size_t i = 0; i + 8 <= lines; i += 8)
@@ -101,29 +101,29 @@ static int32_t probe_round(const Probe& p, int tid) {
 static void probe_thread(void* arg, int tid) {
   Probe& p = *(Probe*)arg;
   if (p.what == 0) {  // first-touch the pages on the thread that reads them
-    const size_t share = p.bytes / (size_t)p.team.threads;
+    const size_t share = p.bytes / (size_t)p.pool.threads;
     memset(p.memory + share * (size_t)tid, 1, share);
   }
   const double deadline = now_seconds() + 0.25;
   for (int round = 0; round < 100; ++round) {
-    p.team.sync(tid);
+    p.pool.sync(tid);
     const double start = now_seconds();
     p.sink[tid % 64] = probe_round(p, tid);
-    p.team.sync(tid);
+    p.pool.sync(tid);
     if (tid == 0) {
       const double took = now_seconds() - start;
       if (took < p.seconds) p.seconds = took;
       if (now_seconds() > deadline) p.what = -1 - p.what;  // the next barrier publishes it
     }
-    p.team.sync(tid);
+    p.pool.sync(tid);
     if (p.what < 0) return;
   }
 }
 
 // In units of 1e9 bytes or operations per second; 0 if `what` is unknown or memory is unavailable.
-static double probe(Team& team, int what) {
+static double probe(ThreadPool& pool, int what) {
   if (what < 0 || what > 3) return 0.0;
-  Probe p{team, what, nullptr, (size_t)256 << 20, 0.0, 1e9, {}};
+  Probe p{pool, what, nullptr, (size_t)256 << 20, 0.0, 1e9, {}};
   if (what == 0) {
     void* q = mmap(nullptr, p.bytes + kPrefetchBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (q == MAP_FAILED) return 0.0;
@@ -131,9 +131,9 @@ static double probe(Team& team, int what) {
     p.memory = (char*)q;
     p.work = (double)p.bytes;
   } else {
-    p.work = probe_work(what) * team.threads;
+    p.work = probe_work(what) * pool.threads;
   }
-  team.run(probe_thread, &p);
+  pool.run(probe_thread, &p);
   if (p.memory) munmap(p.memory, p.bytes + kPrefetchBytes);
   return p.work / p.seconds * 1e-9;
 }

@@ -8,7 +8,7 @@
 #pragma once
 #include "abi.h"
 #include "model.h"
-#include "team.h"
+#include "thread_pool.h"
 
 constexpr int kRanks = QC_RANKS;
 constexpr int64_t kRankHeader = 4096;
@@ -88,9 +88,9 @@ QC_NOINLINE void all_reduce(const Step& s, const float* x, int64_t count, float*
   const int64_t lines = (count + 15) / 16;
   const int64_t begin = lines * s.w.tid / s.w.threads * 16, end = lines * (s.w.tid + 1) / s.w.threads * 16;
   memcpy(ranks.part(ranks.rank, turn) + begin, x + begin, (size_t)(end - begin) * sizeof(float));
-  s.m.team->sync(s.w.tid);
+  s.m.pool->sync(s.w.tid);
   if (s.w.tid == 0) ranks.meet();
-  s.m.team->sync(s.w.tid);
+  s.m.pool->sync(s.w.tid);
   for (int64_t i = begin; i < end; i += 16) {
     f32x16 sum = load<f32x16>(ranks.part(0, turn) + i);
     for (int rank = 1; rank < kRanks; ++rank) sum = sum + load<f32x16>(ranks.part(rank, turn) + i);

@@ -5,7 +5,7 @@
 // Writes report number `place`, that of `token`, chosen or known, whose logits before any option are
 // x [n], none of which is NaN: the largest of them, the sum of exp(x - largest), the token's logit, its rank from 1, the
 // largest logits in falling order, and their tokens, of equal logits the lowest first.
-static inline void report(Sampler& sampler, const float* x, int32_t token, const qc_draws& d, int place) {
+static inline void report(Sampler& sampler, const float* x, int32_t token, const qc_sampling& d, int place) {
   const int n = sampler.n, most = d.alternatives;
   double *to = d.reports + (int64_t)place * (4 + 2 * most), *logits = to + 4, *tokens = logits + most;
   const float own = x[token];

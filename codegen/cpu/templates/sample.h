@@ -208,7 +208,7 @@ struct Sampler {
   }
 
   // The token drawn from logits x [n], of which the largest is at `best`, by the uniform random number.
-  int32_t draw(const float* x, int32_t best, const qc_draws& d, double uniform) {
+  int32_t draw(const float* x, int32_t best, const qc_sampling& d, double uniform) {
     const float peak = x[best];
     float least = peak + (float)d.min_logit;
     if (d.top_k > 0 && d.top_k < n) {

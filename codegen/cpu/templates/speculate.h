@@ -1,22 +1,22 @@
 // speculate.h: speculative decoding without returning to the caller between steps.
 //
-// A level proposes tokens. The level above computes them all in one step and keeps those it would have chosen itself,
-// plus one more (Leviathan et al. 2023, greedy case). A level that is not the last drafts by the same rule with the
-// level below (ML-SpecQD 3.2), so any level's proposal is its own greedy continuation. Where the text repeats itself at
-// length, a lookup level at the end proposes to the target directly, bypassing the levels between.
+// A stage proposes tokens. The stage above computes them all in one step and keeps those it would have chosen itself,
+// plus one more (Leviathan et al. 2023, greedy case). A stage that is not the last drafts by the same rule with the
+// stage below (ML-SpecQD 3.2), so any stage's proposal is its own greedy continuation. Where the text repeats itself at
+// length, a lookup stage at the end proposes to the target directly, bypassing the stages between.
 #pragma once
 #include "abi.h"
 #include "rowops.h"
-#include "team.h"
+#include "thread_pool.h"
 
 struct Speculator {
   const qc_speculation& q;
   int32_t *ids, *positions, *rows, *argmax;  // [max_rows] of the running step
   int32_t *query_start, *tables, *outs;      // [S + 1], [S][block_stride], [S] output rows per sequence in the step
-  int32_t *want, *draft_start;               // [levels][S] tokens still wanted; where the round's drafts begin
+  int32_t *want, *draft_start;               // [stages][S] tokens still wanted; where the round's drafts begin
   int32_t *slots, *certain, *settled;        // [S] of the running step; [S] positions of the text without drafts
   float* logits;                             // [S][vocab], for thresholds
-  qc_draws* draws;                           // [S] of the running step
+  qc_sampling* sampling;                     // [S] of the running step
 
   // Tokens that must recur before a lookup proposes what followed them; the second where a model could draft instead.
   static constexpr int kShortestMatch = 3, kConfidentMatch = 4;
@@ -29,10 +29,10 @@ struct Speculator {
     return false;
   }
 
-  // One step of level k over the tokens missing from its cache. The last outs[s] rows of sequence s give argmax; 0:
+  // One step of stage k over the tokens missing from its cache. The last outs[s] rows of sequence s give argmax; 0:
   // sequence s is not in the step.
   bool run(int k, bool need_logits) {
-    const qc_level& level = q.level[k];
+    const qc_stage& stage = q.stage[k];
     int tokens = 0, outputs = 0, n = 0;
     query_start[0] = 0;
     for (int s = 0; s < q.sequences; ++s) {
@@ -44,38 +44,38 @@ struct Speculator {
       memcpy(tables + (int64_t)n * q.block_stride, q.block_table + (int64_t)s * q.block_stride,
              (size_t)q.block_stride * sizeof(int32_t));
       if (q.state_slots) slots[n] = q.state_slots[s];
-      certain[n] = k && !level.cache ? 0 : settled[s];  // a level over the target's states leaves their base alone
-      if (q.draws) draws[n] = q.draws[s];
-      if (q.draws && k > 0) draws[n].reported = 0;  // only the target's rows tell what is appended
+      certain[n] = k && !stage.cache ? 0 : settled[s];  // a stage over the target's states leaves their base alone
+      if (q.sampling) sampling[n] = q.sampling[s];
+      if (q.sampling && k > 0) sampling[n].reported = 0;  // only the target's rows tell what is appended
       query_start[++n] = tokens;
       computed(k, s) = q.first[s] + end;
     }
     const qc_batch batch = {tokens, n, outputs, q.block_stride, ids, positions, query_start, tables, rows,
-                            need_logits ? logits : nullptr, argmax, q.draws ? draws : nullptr,
+                            need_logits ? logits : nullptr, argmax, q.sampling ? sampling : nullptr,
                             q.state_slots ? slots : nullptr, certain};
     const double start = now_seconds();
-    const bool done = level.step(level.model, &batch) == 0;
+    const bool done = stage.step(stage.model, &batch) == 0;
     q.seconds[k] += now_seconds() - start;
     return done;
   }
 
   // Appends want[k][s] tokens to every sequence, fewer where a lookup or a threshold ends the draft.
   bool extend(int k) {
-    if (!q.level[k].step) return look_up(k);
-    return k + 1 < q.levels ? extend_by_rounds(k) : extend_alone(k);
+    if (!q.stage[k].step) return look_up(k);
+    return k + 1 < q.stages ? extend_by_rounds(k) : extend_alone(k);
   }
 
   bool extend_alone(int k) {
-    const qc_level& level = q.level[k];
+    const qc_stage& stage = q.stage[k];
     int32_t* left = want + k * q.sequences;
     while (any(left)) {
       for (int s = 0; s < q.sequences; ++s) outs[s] = left[s] > 0;
-      if (!run(k, level.threshold > 0)) return false;
+      if (!run(k, stage.threshold > 0)) return false;
       for (int s = 0, at = 0; s < q.sequences; ++s) {
         if (!outs[s]) continue;
         text(s)[q.length[s]++] = token_after(argmax[at]);
         --left[s];
-        if (level.threshold > 0 && top_probability(logits + (int64_t)at * level.vocab, level.vocab) < level.threshold)
+        if (stage.threshold > 0 && top_probability(logits + (int64_t)at * stage.vocab, stage.vocab) < stage.threshold)
           left[s] = 0;
         ++at;
       }
@@ -86,10 +86,10 @@ struct Speculator {
   bool extend_by_rounds(int k) {
     const int n = q.sequences;
     int32_t *left = want + k * n, *below = left + n, *start = draft_start + k * n;
-    const bool shortcut = k == 0 && q.levels > 2 && !q.level[q.levels - 1].step;
+    const bool shortcut = k == 0 && q.stages > 2 && !q.stage[q.stages - 1].step;
     for (int round = 0; any(left) && (k > 0 || round < q.rounds); ++round) {
       for (int s = 0; s < n; ++s) {
-        const int gamma = k ? q.level[k + 1].gamma : q.gamma[s];
+        const int gamma = k ? q.stage[k + 1].gamma : q.gamma[s];
         start[s] = q.length[s];
         if (k == 0) settled[s] = q.first[s] + q.length[s];
         below[s] = left[s] <= 0 ? 0 : gamma < left[s] ? gamma : left[s] - 1;
@@ -118,8 +118,8 @@ struct Speculator {
     q.length[s] = start + kept + 1;
     const int valid = q.first[s] + start + kept;  // the last token is not in any cache yet
     computed(k, s) = valid;
-    for (int c = k + 1; c < q.levels; ++c)
-      if (q.level[c].cache == q.level[k].cache || computed(c, s) > valid) computed(c, s) = valid;
+    for (int c = k + 1; c < q.stages; ++c)
+      if (q.stage[c].cache == q.stage[k].cache || computed(c, s) > valid) computed(c, s) = valid;
     if (k == 0) {
       ++q.rounds_done[s];
       for (int i = 0; i < drafts && i < qc_most_drafts; ++i) {
@@ -130,26 +130,26 @@ struct Speculator {
     return kept + 1;
   }
 
-  // Lets a lookup in the last level propose to the target; returns whether it did. The tokens that the levels between
+  // Lets a lookup in the last stage propose to the target; returns whether it did. The tokens that the stages between
   // then lack in their own caches must still fit into one step.
   bool propose_by_lookup(int s, int room) {
-    const qc_level& last = q.level[q.levels - 1];
+    const qc_stage& last = q.stage[q.stages - 1];
     const int rows = q.max_rows / q.sequences - 2, most = last.gamma < rows ? last.gamma : rows;
-    for (int k = 1; k < q.levels - 1; ++k)
-      if (q.level[k].cache && q.first[s] + q.length[s] - computed(k, s) > rows - 2 * qc_most_drafts) return false;
+    for (int k = 1; k < q.stages - 1; ++k)
+      if (q.stage[k].cache && q.first[s] + q.length[s] - computed(k, s) > rows - 2 * qc_most_drafts) return false;
     return append_match(last, s, most < room ? most : room, kConfidentMatch) > 0;
   }
 
   // Prompt lookup (Saxena 2023): finds the longest suffix of the text, of at least `shortest` tokens, that occurs
   // before (the latest occurrence of that length) and appends the `most` tokens that followed. Returns the number of
   // tokens appended, 0 without a match.
-  int append_match(const qc_level& level, int s, int most, int shortest) {
+  int append_match(const qc_stage& stage, int s, int most, int shortest) {
     int32_t* t = text(s);
     const int end = q.length[s];
     int found = 0, longest = shortest - 1;
-    for (int i = end - 2; i >= longest && longest < level.match; --i) {
+    for (int i = end - 2; i >= longest && longest < stage.match; --i) {
       int size = 0;
-      while (size < level.match && size <= i && t[i - size] == t[end - 1 - size]) ++size;
+      while (size < stage.match && size <= i && t[i - size] == t[end - 1 - size]) ++size;
       if (size > longest) longest = size, found = i + 1;
     }
     if (!found || most <= 0) return 0;
@@ -161,7 +161,7 @@ struct Speculator {
   bool look_up(int k) {
     for (int s = 0; s < q.sequences; ++s)
       if (want[k * q.sequences + s] > 0)
-        append_match(q.level[k], s, want[k * q.sequences + s], k > 1 ? kConfidentMatch : kShortestMatch);
+        append_match(q.stage[k], s, want[k * q.sequences + s], k > 1 ? kConfidentMatch : kShortestMatch);
     return true;
   }
 
@@ -184,33 +184,33 @@ struct Speculator {
       at += (count * 4 + 63) / 64 * 64;
       return (int32_t*)p;
     };
-    const size_t n = (size_t)q.sequences, most = (size_t)q.max_rows, levels = (size_t)q.levels;
+    const size_t n = (size_t)q.sequences, most = (size_t)q.max_rows, stages = (size_t)q.stages;
     size_t vocab = 0;
-    for (int k = 1; k < q.levels; ++k)
-      if (q.level[k].threshold > 0 && (size_t)q.level[k].vocab > vocab) vocab = (size_t)q.level[k].vocab;
+    for (int k = 1; k < q.stages; ++k)
+      if (q.stage[k].threshold > 0 && (size_t)q.stage[k].vocab > vocab) vocab = (size_t)q.stage[k].vocab;
     ids = take(most), positions = take(most), rows = take(most), argmax = take(most);
     query_start = take(n + 1), tables = take(n * (size_t)q.block_stride), outs = take(n);
-    want = take(levels * n), draft_start = take(levels * n);
+    want = take(stages * n), draft_start = take(stages * n);
     slots = take(n), certain = take(n), settled = take(n);
     logits = (float*)take(n * vocab);
-    draws = (qc_draws*)take(n * sizeof(qc_draws) / 4);
+    sampling = (qc_sampling*)take(n * sizeof(qc_sampling) / 4);
     return at;
   }
 };
 
 QC_API int qc_speculate(const qc_speculation* q) {
-  if (!q || q->levels < 2 || q->sequences < 1 || !q->level[0].step) return 1;
+  if (!q || q->stages < 2 || q->sequences < 1 || !q->stage[0].step) return 1;
   Speculator speculator{*q};
   void* memory = nullptr;
   if (posix_memalign(&memory, 64, speculator.carve(nullptr))) return 1;
   speculator.carve((char*)memory);
-  const int level = q->rounds ? 0 : 1;
+  const int stage = q->rounds ? 0 : 1;
   for (int s = 0; s < q->sequences; ++s) {
     const int room = q->limit[s] - q->length[s];
-    speculator.want[level * q->sequences + s] = level && q->gamma[s] < room ? q->gamma[s] : room;
+    speculator.want[stage * q->sequences + s] = stage && q->gamma[s] < room ? q->gamma[s] : room;
     speculator.settled[s] = q->first[s] + q->length[s];
   }
-  const bool done = speculator.extend(level);
+  const bool done = speculator.extend(stage);
   free(memory);
   return !done;
 }

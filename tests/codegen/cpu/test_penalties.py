@@ -11,8 +11,8 @@ import pytest
 
 import qcompile
 from qcompile import SamplingParams
-from qcompile.runtime.cpu.executor import Executor, draws_array
-from qcompile.runtime.sampling.draws import GREEDY
+from qcompile.runtime.cpu.executor import Executor, sampling_array
+from qcompile.runtime.sampling.inputs import GREEDY
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
 from tests.codegen.cpu.test_sample import rows_of
 from tests.runtime.engine.test_batches import run
@@ -39,11 +39,11 @@ def test_penalties_are_pythons(harness: Callable[[str], ctypes.CDLL], isa: str, 
                 some = random.permutation(vocab)[: listed % 19].astype(np.int32)
                 bias = Bias(some, (100 * random.uniform(-1, 1, len(some))).astype(np.float32)) if len(some) else None
                 penalties = Penalties(*options, *noted.listed(), room, tokens)
-                draws = GREEDY._replace(first=FIRST, penalties=penalties, bias=bias)
+                sampling = GREEDY._replace(first=FIRST, penalties=penalties, bias=bias)
                 with np.errstate(over="ignore"):
                     biased, got = bias.added(logits) if bias else logits, logits.copy()
                     want = penalize(biased, *noted.listed(tokens), *options)
-                entry = ctypes.byref(draws_array([draws]))
+                entry = ctypes.byref(sampling_array([sampling]))
                 best = library.harness_penalize(ctypes.c_void_p(got.ctypes.data), vocab, entry, FIRST + after)
                 assert (got.view(np.int32) == want.view(np.int32)).all(), (options, listed, after)
                 assert best == (want.argmax() if np.isfinite(want.max()) else -1)
@@ -74,6 +74,6 @@ def test_an_engine_with_penalties_gives_pythons_tokens(
         llm.engine.scheduler.max_tokens = 5
         assert run(llm, work) == plain
         assert sum(len(set(tokens)) < 16 for tokens, *_ in plain) >= 3  # tokens recur
-        monkeypatch.setattr(Executor, "draws", False)
-        llm.engine.scheduler.draws, llm.engine.speculation.gamma = False, 0
+        monkeypatch.setattr(Executor, "samples", False)
+        llm.engine.scheduler.samples, llm.engine.speculation.gamma = False, 0
         assert same_outputs(run(llm, work), plain)

@@ -13,9 +13,9 @@ import pytest
 
 import qcompile
 from qcompile import SamplingParams
-from qcompile.runtime.cpu.executor import Executor, draws_array
+from qcompile.runtime.cpu.executor import Executor, sampling_array
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.sampling.draws import GREEDY
+from qcompile.runtime.sampling.inputs import GREEDY
 from qcompile.runtime.sampling.logprobs import empty_reports, logprobs_of, reported_logprobs
 from tests.codegen.cpu.test_sample import rows_of
 from tests.runtime.engine.test_batches import Work, run
@@ -35,7 +35,7 @@ def test_reports_are_pythons(harness: Callable[[str], ctypes.CDLL], isa: str, vo
         for alternatives in {min(k, vocab) for k in (0, 1, 5, 20)}:
             for token in {int(ranked[0]), int(ranked[-1]), int(ranked[vocab // 2]), 0, vocab - 1}:
                 reports = empty_reports(1, alternatives)
-                entry = draws_array([GREEDY._replace(reports=reports)])
+                entry = sampling_array([GREEDY._replace(reports=reports)])
                 address = ctypes.c_void_p(logits.ctypes.data)
                 assert library.harness_report(address, vocab, token, ctypes.byref(entry)) == 0
                 told = reported_logprobs(reports, [token], None)
@@ -65,10 +65,10 @@ def artifact(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) ->
 def by_python(llm: LLM, work: list[Work], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the requests get from logits, without drafts."""
     with monkeypatch.context() as patch:
-        patch.setattr(Executor, "draws", False)
-        llm.engine.scheduler.draws, gamma, llm.engine.speculation.gamma = False, llm.engine.speculation.gamma, 0
+        patch.setattr(Executor, "samples", False)
+        llm.engine.scheduler.samples, gamma, llm.engine.speculation.gamma = False, llm.engine.speculation.gamma, 0
         found = run(llm, work)
-        llm.engine.scheduler.draws, llm.engine.speculation.gamma = True, gamma
+        llm.engine.scheduler.samples, llm.engine.speculation.gamma = True, gamma
     return found
 
 
@@ -127,6 +127,6 @@ def test_ends_cut_the_reports(artifact: Path, monkeypatch: pytest.MonkeyPatch) -
             llm.engine.speculation.gamma = gamma
             assert ends_of(llm, params) == plain
         with monkeypatch.context() as patch:
-            patch.setattr(Executor, "draws", False)
-            llm.engine.scheduler.draws, llm.engine.speculation.gamma = False, 0
+            patch.setattr(Executor, "samples", False)
+            llm.engine.scheduler.samples, llm.engine.speculation.gamma = False, 0
             assert same_outputs(ends_of(llm, params), plain)

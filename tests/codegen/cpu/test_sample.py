@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qcompile
-from qcompile.runtime.cpu.executor import Executor, draws_array
+from qcompile.runtime.cpu.executor import Executor, sampling_array
 from qcompile.runtime.sampling.accept import pick
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.sampling import Sampler, distribution
@@ -20,8 +20,8 @@ from tests.support.sampled import OPTIONS, same_outputs
 
 
 def drawn(library: ctypes.CDLL, logits: np.ndarray, params: SamplingParams, uniform: float) -> int:
-    draws = Sampler(params, 0, [], len(logits)).draws(0, 1)._replace(uniforms=[uniform])
-    array = draws_array([draws])
+    sampling = Sampler(params, 0, [], len(logits)).inputs(0, 1)._replace(uniforms=[uniform])
+    array = sampling_array([sampling])
     best = int(logits.argmax())
     token: int = library.harness_draw(ctypes.c_void_p(logits.ctypes.data), len(logits), best, ctypes.byref(array))
     return token
@@ -76,6 +76,6 @@ def test_an_engine_that_draws_gives_the_hosts_tokens(
             assert together == plain
         llm.engine.scheduler.max_tokens = 5
         assert run(llm, work) == plain
-        monkeypatch.setattr(Executor, "draws", False)
-        llm.engine.scheduler.draws, llm.engine.speculation.gamma = False, 0
+        monkeypatch.setattr(Executor, "samples", False)
+        llm.engine.scheduler.samples, llm.engine.speculation.gamma = False, 0
         assert same_outputs(run(llm, work), plain)

@@ -67,6 +67,6 @@ def test_drafts_and_batches_change_nothing(
         assert output.speculation and sum(output.speculation.accepted) > 0
         llm.engine.scheduler.max_tokens = 5
         assert run(llm, work) == plain
-        monkeypatch.setattr(Executor, "draws", False)
-        llm.engine.scheduler.draws, llm.engine.speculation.gamma = False, 0
+        monkeypatch.setattr(Executor, "samples", False)
+        llm.engine.scheduler.samples, llm.engine.speculation.gamma = False, 0
         assert same_outputs(run(llm, work), plain)

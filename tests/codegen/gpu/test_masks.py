@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from qcompile.errors import ResourceError
-from qcompile.runtime.sampling.draws import GREEDY
+from qcompile.runtime.sampling.inputs import GREEDY
 from qcompile.runtime.sampling.lexers import Lexers
 from qcompile.runtime.sampling.masks import Grammar, GrammarState, Masks, mask_words
 from qcompile.runtime.sampling.params import SamplingParams
@@ -69,13 +69,13 @@ def interpret_rows(vocab: int) -> None:
     masks = DeviceMasks(driver, 64, vocab)
     random = np.random.default_rng(vocab)
     draft = [1, (7 + 1) % 3, ((7 + 1) % 3 * 7 + 2) % 3]
-    sequences, draws, wanted = [], [], []
+    sequences, sampling, wanted = [], [], []
     for index in range(5):
         known, after = index % 3, index % 4
         state = GRAMMAR.start()
         masked = index != 1
         first = 10
-        draws.append(
+        sampling.append(
             GREEDY._replace(first=first, masks=Masks(state, 4, draft[: after * (index % 2)]) if masked else None)
         )
         tokens = [5] * (known + 1) + draft[:after]
@@ -87,7 +87,7 @@ def interpret_rows(vocab: int) -> None:
                 assert fresh.try_consume_tokens([draft[place - 1]]) == 1
             allowed = [fresh.allows(token) or not masked or place < 0 for token in range(vocab)]
             wanted.append(np.array(allowed))
-    assert masks.want(sequences, draws) and masks.lacks_room
+    assert masks.want(sequences, sampling) and masks.lacks_room
     masks.grow()
     assert not masks.lacks_room
     masks.send()
@@ -99,7 +99,7 @@ def interpret_rows(vocab: int) -> None:
         kept = torch.from_numpy(allowed) | ~(logits[row] < math.inf)
         want = torch.where(kept, logits[row], -math.inf)
         assert torch.equal(given["logits"][row].view(torch.int32), want.view(torch.int32)), row
-    assert masks.want(sequences[:1], draws[:1]) and not masks.want(sequences[1:2], draws[1:2])
+    assert masks.want(sequences[:1], sampling[:1]) and not masks.want(sequences[1:2], sampling[1:2])
     masks.free()
     assert not driver.memory
 
@@ -126,8 +126,8 @@ def interpret_engine(how: str) -> None:
     ]
     asked = logits_asked()
 
-    def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
-        machine.let_kernels_choose(draws)
+    def generate(samples: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
+        machine.let_kernels_choose(samples)
         engine = machine.engine(gamma)
         requests = [engine.add(PROMPTS[i], params[i], grammar=params[i].structure and GRAMMAR) for i in chosen]
         found = machine.run(engine, requests)
@@ -165,8 +165,8 @@ def test_masks_that_find_no_memory_leave_none_behind() -> None:
 
     driver: Any = FakeDriver()
     masks = DeviceMasks(driver, 64, 100)
-    draws = [GREEDY._replace(first=0, masks=Masks(GRAMMAR.start(), 1))]
-    assert masks.want([Rows([5], 0, (), 1)], draws)
+    sampling = [GREEDY._replace(first=0, masks=Masks(GRAMMAR.start(), 1))]
+    assert masks.want([Rows([5], 0, (), 1)], sampling)
     pinned, driver.pinned = driver.pinned, _no_memory
     with pytest.raises(ResourceError):
         masks.grow()
@@ -202,8 +202,8 @@ def test_masks_of_several_grammars_are_written_in_threads(cores: int, monkeypatc
     monkeypatch.setattr(GrammarState, "_filled", noted)
     for index, state in enumerate(states):
         state.note(2 * index + 1)
-    draws = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
-    assert masks.want([Rows([5], 0, (), 1)] * 31, draws)
+    sampling = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
+    assert masks.want([Rows([5], 0, (), 1)] * 31, sampling)
     masks.grow()
     masks.send()
     assert all(len(threads) == 1 for threads in ran.values()) and len(ran) == 5
@@ -243,13 +243,13 @@ def test_masks_after_the_same_text_are_computed_once(monkeypatch: pytest.MonkeyP
         compute(self, address, size)
 
     monkeypatch.setattr(Remainders, "unsafe_compute_mask_ptr", noted)
-    draws = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
+    sampling = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
     for texts in ([()], [(1,), (3,), (5,)]):
         for index, state in enumerate(states):
             for token in texts[index % len(texts)]:
                 state.note(token)
         computed.clear()
-        assert masks.want([Rows([5], 0, (), 1)] * len(states), draws)
+        assert masks.want([Rows([5], 0, (), 1)] * len(states), sampling)
         masks.grow()
         masks.send()
         assert sorted(computed) == texts
@@ -272,10 +272,10 @@ def test_a_grammar_of_many_texts_gets_lexers_for_more_threads(monkeypatch: pytes
     states = [grammar.start() for _ in range(31)]
     for index, state in enumerate(states):
         state.note(2 * index + 1)
-    draws = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
+    sampling = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
     sizes = []
     for _ in range(4):
-        assert masks.want([Rows([5], 0, (), 1)] * 31, draws)
+        assert masks.want([Rows([5], 0, (), 1)] * 31, sampling)
         masks.grow()
         masks.send()
         assert_sent(masks, driver, states)

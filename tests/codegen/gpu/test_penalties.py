@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qcompile.runtime.cuda import sampling as device_sampling
-from qcompile.runtime.sampling.draws import GREEDY, Draws
+from qcompile.runtime.sampling.inputs import GREEDY, SamplingInputs
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
 from tests.codegen.gpu.test_sample import SMALL
@@ -26,7 +26,7 @@ from tests.support.sampled import penalized
 class Text(NamedTuple):
     """A sequence in a step: what the host gave, and its rows from a position on, all of which give logits."""
 
-    draws: Draws
+    sampling: SamplingInputs
     tokens: list[int]
     start: int
 
@@ -34,10 +34,10 @@ class Text(NamedTuple):
 def changed(texts: list[Text], logits: Tensor) -> Tensor:
     """Logits [rows, vocab] of a step as the kernels change them."""
     from qcompile.codegen.gpu.penalties import penalties
-    from tests.support.gpu_machine import run_launches, send_draws
+    from tests.support.gpu_machine import run_launches, send_sampling
 
     rows = [(s, token, text.start + i) for s, text in enumerate(texts) for i, token in enumerate(text.tokens)]
-    _, counts, given = send_draws([text.draws for text in texts], len(rows))
+    _, counts, given = send_sampling([text.sampling for text in texts], len(rows))
     columns = zip(("row_sequence", "token_ids", "positions"), zip(*rows, strict=True), strict=True)
     given |= {name: torch.tensor(column, dtype=torch.int32) for name, column in columns}
     given |= {"output_rows": torch.arange(len(rows), dtype=torch.int32), "logits": logits.clone()}
@@ -68,10 +68,10 @@ def texts_of(vocab: int, sequences: int, random: np.random.Generator) -> tuple[l
             bias = Bias(chosen, (100 * random.standard_normal(len(chosen))).astype(np.float32))
             bias.values[::3] = -math.inf  # tokens that may not be chosen
         known = [1, 2, 3][: index % 4] if not ahead else []
-        draws = GREEDY._replace(first=first, penalties=given, bias=bias, known=known)
+        sampling = GREEDY._replace(first=first, penalties=given, bias=bias, known=known)
         if ahead:
             tokens[0] = ahead[-1]
-        texts.append(Text(draws, [7] * len(known) + tokens, first + len(ahead) - len(known)))
+        texts.append(Text(sampling, [7] * len(known) + tokens, first + len(ahead) - len(known)))
         wanted += [(None, None)] * len(known)
         for row in range(rows):
             after = [*ahead, *tokens[1 : row + 1]]
@@ -124,8 +124,8 @@ def interpret_engine(how: str) -> None:
         params[1] = SamplingParams(temperature=0, repetition_penalty=0.2, logprobs=21, max_tokens=6, ignore_eos=True)
     asked = logits_asked()
 
-    def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
-        machine.let_kernels_choose(draws)
+    def generate(samples: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
+        machine.let_kernels_choose(samples)
         engine = machine.engine(gamma)
         requests = [engine.add(PROMPTS[i], params[i]) for i in chosen]
         return list(zip(machine.run(engine, requests), [r.output.logprobs for r in requests], strict=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.runtime.cuda import sampling as device_sampling
 from qcompile.runtime.request import Request
-from qcompile.runtime.sampling.draws import GREEDY, Draws
+from qcompile.runtime.sampling.inputs import GREEDY, SamplingInputs
 from qcompile.runtime.sampling.logprobs import MOST_REPORTED, empty_reports, logprobs_of, reported_logprobs
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Bias, Penalties
@@ -47,14 +47,14 @@ def launches(vocab: int) -> Iterator[Launch]:
     yield from reporting("head", vocab, 80)
 
 
-def report(draws: list[Draws], rows: list[Row]) -> None:
+def report(sampling: list[SamplingInputs], rows: list[Row]) -> None:
     """Fill the reports of sequences, whose tokens were chosen from these rows."""
-    from tests.support.gpu_machine import run_launches, send_draws
+    from tests.support.gpu_machine import run_launches, send_sampling
 
-    (sender, counts, given), vocab = send_draws(draws, len(rows)), len(rows[0].logits)
+    (sender, counts, given), vocab = send_sampling(sampling, len(rows)), len(rows[0].logits)
     columns = {
         "row_sequence": [row.sequence for row in rows],
-        "positions": [draws[row.sequence].first + row.place for row in rows],
+        "positions": [sampling[row.sequence].first + row.place for row in rows],
         "argmax": [row.token for row in rows],
         "output_rows": range(len(rows)),
         "token_ids": [0] * len(rows),
@@ -85,7 +85,7 @@ def interpret_rows(vocab: int, sequences: int) -> None:
     """Each row as Python finds it, whatever else is in the step: among biases, penalties, no reports, no tokens and no
     room; of chosen tokens, and of known ones."""
     random = np.random.default_rng(vocab + sequences)
-    every, rows, draws = rows_of(vocab, random), [], []
+    every, rows, sampling = rows_of(vocab, random), [], []
     for index in range(sequences):
         alternatives = min((5, 0, 1, 20)[index % 4], vocab)
         penalties = None
@@ -95,15 +95,15 @@ def interpret_rows(vocab: int, sequences: int) -> None:
         bias = Bias(np.array([0], np.int32), np.array([9.5], np.float32)) if index % 3 == 2 else None
         known = random.integers(0, vocab, (2, 0, 1)[index % 3]).tolist() if index % 5 < 4 else []
         reports = empty_reports(len(known) + 1 + index % 3, alternatives) if index % 5 < 4 else None
-        draws.append(GREEDY._replace(first=7 + index, penalties=penalties, bias=bias, known=known, reports=reports))
+        sampling.append(GREEDY._replace(first=7 + index, penalties=penalties, bias=bias, known=known, reports=reports))
         for place in range(-len(known), 3):
             logits = every[(index + place) % len(every)]
             ranked = np.argsort(-logits.numpy(), kind="stable")
             token = int(ranked[(0, vocab // 2, vocab - 1, 1 % vocab)[(index + place) % 4]])
             rows.append(Row(index, place, -1 if index % 7 == 6 and place == 0 else token, logits))
-    report(draws, rows)
+    report(sampling, rows)
     for row in rows:
-        found, known = draws[row.sequence].reports, draws[row.sequence].known
+        found, known = sampling[row.sequence].reports, sampling[row.sequence].known
         at = row.place + len(known)
         if found is None or at >= len(found):
             continue
@@ -114,7 +114,7 @@ def interpret_rows(vocab: int, sequences: int) -> None:
         wanted = logprobs_of(row.logits.numpy(), token, (found.shape[1] - 4) // 2, None)
         told = reported_logprobs(found[at : at + 1], [token], None)
         assert same_logprobs(told, [wanted]), (row, told, wanted)
-    for index, draw in enumerate(draws[:4]):
+    for index, draw in enumerate(sampling[:4]):
         if draw.reports is not None:
             alone = draw._replace(reports=np.zeros_like(draw.reports))
             report([alone], [row._replace(sequence=0) for row in rows if row.sequence == index])
@@ -151,8 +151,8 @@ def interpret_engine(how: str) -> None:
     params = [SamplingParams(max_tokens=5 - i % 2, ignore_eos=True, **o) for i, o in enumerate(options)]
     asked = logits_asked()
 
-    def generate(draws: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
-        machine.let_kernels_choose(draws)
+    def generate(samples: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
+        machine.let_kernels_choose(samples)
         engine = machine.engine(gamma)
         requests = [engine.add(PROMPTS[i], params[i]) for i in chosen]
         return list(zip(machine.run(engine, requests), [r.output.logprobs for r in requests], strict=True))

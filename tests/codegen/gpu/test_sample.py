@@ -33,11 +33,11 @@ def drawn(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
     from qcompile.codegen.gpu.rows import ARGMAX_PART, argmax_kernel
     from qcompile.codegen.gpu.sample import sampling
     from qcompile.runtime.sampling.sampling import Sampler
-    from tests.support.gpu_machine import run_launches, send_draws
+    from tests.support.gpu_machine import run_launches, send_sampling
 
     rows, vocab = logits.shape
-    draws = [replace_last(Sampler(p, 0, [], vocab).draws(5, 3), u) for p, u in zip(params, uniforms, strict=True)]
-    _, counts, sent = send_draws(draws, rows)
+    inputs = [replace_last(Sampler(p, 0, [], vocab).inputs(5, 3), u) for p, u in zip(params, uniforms, strict=True)]
+    _, counts, sent = send_sampling(inputs, rows)
     kv: Any = None
     plan, parts = LaunchPlan(TARGETS["a100"], (kv,), 128, tuple(sampling("head", vocab, 80))), -(-vocab // ARGMAX_PART)
     every = torch.arange(rows, dtype=torch.int32)
@@ -57,12 +57,12 @@ def drawn(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
     return [int(token) for token in given["argmax"]]
 
 
-def replace_last(draws: Any, uniform: float) -> Any:
-    """The draws with another random number for their last token."""
-    return draws._replace(uniforms=[*draws.uniforms[:-1], uniform]) if draws.uniforms else draws
+def replace_last(sampling: Any, uniform: float) -> Any:
+    """The inputs with another random number for their last token."""
+    return sampling._replace(uniforms=[*sampling.uniforms[:-1], uniform]) if sampling.uniforms else sampling
 
 
-def interpret_draws(vocab: int) -> None:
+def interpret_choices(vocab: int) -> None:
     """Rows with each option, with ties, zeros of both signs and tokens that are ruled out; then each row alone."""
     torch.manual_seed(0)
     random = np.random.default_rng(3)
@@ -88,8 +88,8 @@ def interpret_draws(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [40, 4096 + 300])
-def test_draws_interpreted(vocab: int) -> None:
-    interpreted(__name__, f"interpret_draws({vocab})")
+def test_choices_interpreted(vocab: int) -> None:
+    interpreted(__name__, f"interpret_choices({vocab})")
 
 
 def interpret_no_number() -> None:
@@ -124,8 +124,8 @@ def interpret_engine(how: str) -> None:
     ]
     params = [SamplingParams(max_tokens=6 - i, ignore_eos=True, **o) for i, o in enumerate(options)]
 
-    def generate(draws: bool, gamma: int, chosen: tuple[int, ...] = (0, 1, 2, 3)) -> list[list[int]]:
-        machine.let_kernels_choose(draws)
+    def generate(samples: bool, gamma: int, chosen: tuple[int, ...] = (0, 1, 2, 3)) -> list[list[int]]:
+        machine.let_kernels_choose(samples)
         engine = machine.engine(gamma)
         return machine.run(engine, [engine.add(PROMPTS[i], params[i]) for i in chosen])
 

@@ -16,7 +16,7 @@ from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.memory import activation_bytes, pages_in
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.engine.blocks import requested_pages
-from qcompile.runtime.sampling.draws import GREEDY
+from qcompile.runtime.sampling.inputs import GREEDY
 from qcompile.runtime.sampling.logprobs import empty_reports
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.reencode import Reencoder
@@ -70,9 +70,9 @@ def test_counts_of_long_steps_are_not_remembered(opened: CudaExecutor) -> None:
 def test_a_step_of_greedy_sequences_has_the_counts_of_any_other(opened: CudaExecutor) -> None:
     """They name the step's graph, so their order counts, too."""
     assert opened._sampling is not None
-    draws = [GREEDY, GREEDY]
-    assert not opened._sampling.lacks_room(draws)
-    assert list(opened._sampling.send(draws, 2).items()) == list(sampling._counts(draws, 2, 0).items())
+    inputs = [GREEDY, GREEDY]
+    assert not opened._sampling.lacks_room(inputs)
+    assert list(opened._sampling.send(inputs, 2).items()) == list(sampling._counts(inputs, 2, 0).items())
 
 
 def test_the_step_that_is_sent(opened: CudaExecutor) -> None:
@@ -274,11 +274,11 @@ def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: Cud
     driver: Any = opened.driver
     before = dict(driver.memory)
     found = []
-    for levels in ([own], [other], [lookup], [other | {"threshold": 0.3}], [own, other, lookup]):
-        plans = [PLAN if "path" in level else None for level in levels]
-        pairs = zip(levels, plans, strict=True)
-        every = [load._level(opened, level, plan, functions, {"w": 99}) for level, plan in pairs]
-        drafter = load._drafter(Path(), {}, opened, levels, every, None)
+    for stages in ([own], [other], [lookup], [other | {"threshold": 0.3}], [own, other, lookup]):
+        plans = [PLAN if "path" in stage else None for stage in stages]
+        pairs = zip(stages, plans, strict=True)
+        every = [load._stage(opened, stage, plan, functions, {"w": 99}) for stage, plan in pairs]
+        drafter = load._drafter(Path(), {}, opened, stages, every, None)
         caches = [one.executor.memory.cache for one in every if isinstance(one.executor, CudaExecutor)]
         shared = [cache == opened.memory.cache for cache in caches]
         assert len(set(caches)) == len(caches)
@@ -296,14 +296,14 @@ def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: Cud
 
 def test_a_draft_of_another_tokenizer_has_pages_of_its_own(opened: CudaExecutor, tmp_path: Path) -> None:
     functions: Any = {name: name for name in PLAN["kernels"]}
-    level = {"kv": {"page_tokens": 64}, "path": "draft1", "tokenizer": "draft1/tokenizer.json", "gamma": 4}
-    level |= {"max_position": 512, "vocab_size": 10, "threshold": 0.4, "bos_token_id": 1}
-    every = [load._level(opened, level, PLAN, functions, {"w": 99})]
+    stage = {"kv": {"page_tokens": 64}, "path": "draft1", "tokenizer": "draft1/tokenizer.json", "gamma": 4}
+    stage |= {"max_position": 512, "vocab_size": 10, "threshold": 0.4, "bos_token_id": 1}
+    every = [load._stage(opened, stage, PLAN, functions, {"w": 99})]
     with pytest.raises(ArtifactError, match="needs two tokenizers"):
-        load._drafter(tmp_path, {}, opened, [level], every, byte_tokenizer())
+        load._drafter(tmp_path, {}, opened, [stage], every, byte_tokenizer())
     (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_str())
-    level["tokenizer"] = "tokenizer.json"
-    drafter = load._drafter(tmp_path, listed(tmp_path), opened, [level], every, byte_tokenizer())
+    stage["tokenizer"] = "tokenizer.json"
+    drafter = load._drafter(tmp_path, listed(tmp_path), opened, [stage], every, byte_tokenizer())
     assert isinstance(drafter, Reencoder)
     assert drafter.executor is every[0].executor and drafter.pool.total == opened.kv_pages
     drafter.close()

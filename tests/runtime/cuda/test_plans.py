@@ -138,8 +138,8 @@ class Repeated:
     def receive(self, content: memoryview, turn: int) -> None:
         self.log.append(("inputs", bytes(content), turn))
 
-    def receive_draws(self, numbers: memoryview, lists: memoryview) -> None:
-        self.log.append(("draws", bytes(numbers), bytes(lists)))
+    def receive_sampling(self, numbers: memoryview, lists: memoryview) -> None:
+        self.log.append(("sampling", bytes(numbers), bytes(lists)))
 
     def receive_masks(self, content: memoryview) -> None:
         self.log.append(("masks", bytes(content)))
@@ -169,7 +169,7 @@ def test_another_rank_repeats_all_but_what_the_host_reads(memory: SharedPlan) ->
     follow(executor, memory, 1, bell)  # type: ignore[arg-type]
     assert executor.log == [
         ("inputs", b"rows", 1),
-        ("draws", b"12345678", b"list"),
+        ("sampling", b"12345678", b"list"),
         ("masks", b"mask"),
         ("counter", 1),
         ("follow", ["launch"], 3),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qcompile.errors import OverflowedError
-from qcompile.runtime.sampling.draws import GREEDY
+from qcompile.runtime.sampling.inputs import GREEDY
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.penalties import Occurrences, penalize
 from qcompile.runtime.sampling.sampling import Sampler
@@ -69,12 +69,12 @@ def test_an_executor_gets_the_list() -> None:
     params = SamplingParams(temperature=0, repetition_penalty=1.2)
     sampler = Sampler(params, 0, [3, 4, 3], VOCAB)
     sampler.took([7, 3])
-    draws = sampler.draws(4, 6, [9])
-    given = draws.penalties
-    assert given and (draws.temperature, draws.first, given.room, given.ahead) == (0, 4, 6, [9])
+    samples = sampler.inputs(4, 6, [9])
+    given = samples.penalties
+    assert given and (samples.temperature, samples.first, given.room, given.ahead) == (0, 4, 6, [9])
     assert given.tokens.tolist() == [3, 4, 7] and given.counts.tolist() == [1, 0, 1]
-    assert sampler.draws(4, 0) is GREEDY
-    assert Sampler(SamplingParams(temperature=0), 0, [3], VOCAB).draws(0, 1) is GREEDY
+    assert sampler.inputs(4, 0) is GREEDY
+    assert Sampler(SamplingParams(temperature=0), 0, [3], VOCAB).inputs(0, 1) is GREEDY
 
 
 def test_penalties_that_overflow_are_refused() -> None:
@@ -106,12 +106,12 @@ def test_engine_without_logits_gives_the_tokens_of_python() -> None:
         params = [replace(one, min_p=0.0) for one in penalized(max_tokens=40, ignore_eos=True)]
         params[3] = SamplingParams(temperature=0, frequency_penalty=0.3, max_tokens=40, ignore_eos=True, **more)
         found = []
-        for draws in (True, False):
+        for samples in (True, False):
             with fake_llm(max_batch=len(params)) as llm:
-                llm.executor.draws = draws  # type: ignore[misc]
-                llm.engine.scheduler.draws = draws
+                llm.executor.samples = samples  # type: ignore[misc]
+                llm.engine.scheduler.samples = samples
                 outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
                 found.append([(output.token_ids, output.logprobs) for output in outputs])
                 library = llm.executor.library  # type: ignore[attr-defined]
-                assert (max(library.decodes, default=1) > 1) is (draws and more.get("logprobs", 0) < 21)
+                assert (max(library.decodes, default=1) > 1) is (samples and more.get("logprobs", 0) < 21)
         assert found[0] == found[1]

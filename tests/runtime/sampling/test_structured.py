@@ -106,7 +106,7 @@ def test_finished_outputs_are_what_was_asked_for(llm: LLM) -> None:
 @pytest.mark.usefixtures("executors")
 def test_python_and_the_executor_choose_the_same(llm: LLM) -> None:
     found = ran(llm, requests())
-    llm.executor.draws = llm.engine.scheduler.draws = False
+    llm.executor.samples = llm.engine.scheduler.samples = False
     assert ran(llm, requests()) == found
 
 
@@ -166,9 +166,11 @@ def test_a_state_goes_back_after_drafts() -> None:
     assert seen == {(False, False), (True, False), (False, True)}
 
 
-@pytest.mark.parametrize("draws", [True, False])
-def test_a_grammar_beyond_limits_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch, draws: bool) -> None:
-    llm.executor.draws = llm.engine.scheduler.draws = draws
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_grammar_beyond_limits_ends_its_request_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, samples: bool
+) -> None:
+    llm.executor.samples = llm.engine.scheduler.samples = samples
     monkeypatch.setattr(grammars, "_LIMITS", {"max_lexer_states": 20, "verbose_errors": False})
     hard = SamplingParams(max_tokens=60, temperature=0, structured_outputs={"regex": "[ab]{30}"})
     message = "prompt 1 of 1: structured_outputs became too complex at this output: "

@@ -44,13 +44,13 @@ def test_what_is_found_is_what_a_scan_finds() -> None:
     assert found > 100
 
 
-@pytest.mark.parametrize(("level", "recurring", "drafts"), [(1, 3, [9, 5]), (2, 3, []), (2, 4, [9, 5])])
-def test_where_a_model_could_draft_more_must_recur(level: int, recurring: int, drafts: list[int]) -> None:
+@pytest.mark.parametrize(("stage", "recurring", "drafts"), [(1, 3, [9, 5]), (2, 3, []), (2, 4, [9, 5])])
+def test_where_a_model_could_draft_more_must_recur(stage: int, recurring: int, drafts: list[int]) -> None:
     target: Any = SimpleNamespace(limits=Limits(64, 10, 64, 1024))
-    levels = [DraftStage(target, 0, True), *[DraftStage(target, 4)] * (level - 1), DraftStage(None, 7, match=8)]
+    stages = [DraftStage(target, 0, True), *[DraftStage(target, 4)] * (stage - 1), DraftStage(None, 7, match=8)]
     end = [5, 6, 7, 8][:recurring]
     tokens = array("i", [1, *end, 9, *end])
-    want = [0] * level + [2]
-    text = _RoundText(tokens, 0, 4, [], [0] * (level + 1), want, [0] * (level + 1), 0, len(tokens))
-    _Call(levels, [text], 1).extend(level)
+    want = [0] * stage + [2]
+    text = _RoundText(tokens, 0, 4, [], [0] * (stage + 1), want, [0] * (stage + 1), 0, len(tokens))
+    _Call(stages, [text], 1).extend(stage)
     assert tokens.tolist() == [1, *end, 9, *end, *drafts]

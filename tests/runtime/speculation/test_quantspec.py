@@ -26,7 +26,7 @@ VARIANTS: dict[str, tuple[str, dict[str, str], bool]] = {
     "nested all through": ("nested", {"cache.format": "kv_hier"}, False),
     "with another draft": ("quantspec", {}, True),
 }
-"""Recipe, options, and whether a second level has a cache of its own."""
+"""Recipe, options, and whether a second draft stage has a cache of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +91,9 @@ def test_chunks_and_eviction_change_nothing(artifact: Callable[[str], Path]) -> 
 def test_drafts_read_the_upper_half(artifact: Callable[[str], Path]) -> None:
     """Two paths over one layout: the draft's library differs, and its cache is the target's."""
     manifest = read_manifest(artifact("nested all through"))
-    kv, level = manifest["runtime"]["kv"], manifest["runtime"]["levels"][0]
-    assert kv["format"] == "kv_hier" and kv["ring_tokens"] == 384 and level["kv"] is None
-    caches = [each for each in level["passes"] if each["name"] == "cache"]
+    kv, stage = manifest["runtime"]["kv"], manifest["runtime"]["levels"][0]
+    assert kv["format"] == "kv_hier" and kv["ring_tokens"] == 384 and stage["kv"] is None
+    caches = [each for each in stage["passes"] if each["name"] == "cache"]
     assert [(cache["options"], cache["fired"]) for cache in caches] == [({"format": "kv_hier4"}, 2)]
     program = json.loads((artifact("nested all through") / "graphs" / "draft1.json").read_text(encoding="utf-8"))
     assert program["kv"]["format"] == "kv_hier4" and program["kv"]["page_bytes"] == kv["page_bytes"]

@@ -42,8 +42,8 @@ DRAFTS: dict[str, tuple[str, list[str]]] = {
     "qspec-w4a4": ("qspec-w4a4", []),
     "nested": ("nested", []),
     "ml-specqd": ("ml-specqd", []),
-    "two levels": ("ml-specqd", ["other"]),
-    "three levels": ("ml-specqd", ["other", "lookup"]),
+    "two stages": ("ml-specqd", ["other"]),
+    "three stages": ("ml-specqd", ["other", "lookup"]),
     "lookup": ("w4a8", ["lookup"]),
     "other": ("f32", ["other"]),
 }
@@ -114,7 +114,7 @@ def test_tokens_are_the_targets_own(name: str, artifact: Callable[[str], Path]) 
             assert generate(llm, **drawn) == plain_drawn, gamma
 
 
-@pytest.mark.parametrize("name", first(("qspec", "three levels", "lookup"), DRAFTS))
+@pytest.mark.parametrize("name", first(("qspec", "three stages", "lookup"), DRAFTS))
 def test_penalties_know_what_was_drafted(name: str, artifact: Callable[[str], Path]) -> None:
     """Tokens that penalties invite to recur are those that Python chooses, by the library's rounds and the host's."""
     options: list[dict[str, Any]] = [
@@ -122,7 +122,7 @@ def test_penalties_know_what_was_drafted(name: str, artifact: Callable[[str], Pa
         {"repetition_penalty": 0.3, "frequency_penalty": 0.2, "temperature": 0.5, "seed": 5},
     ]
     with qcompile.load(artifact(name), threads=1, gamma=0) as llm:
-        llm.executor.draws = llm.engine.scheduler.draws = False  # type: ignore[misc]
+        llm.executor.samples = llm.engine.scheduler.samples = False  # type: ignore[misc]
         plain = [generate(llm, **one) for one in options]
     assert any(len(set(tokens)) < len(tokens) - 9 for found in plain for tokens, *_ in found)  # type: ignore[arg-type, misc]
     for kind in (LibrarySpeculator, HostSpeculator):
@@ -135,7 +135,7 @@ def test_penalties_know_what_was_drafted(name: str, artifact: Callable[[str], Pa
                 assert [generate(llm, **one) for one in options] == plain, gamma
 
 
-@pytest.mark.parametrize("name", ["qspec", "three levels", "lookup"])
+@pytest.mark.parametrize("name", ["qspec", "three stages", "lookup"])
 def test_bans_hold_for_what_is_drafted(name: str, artifact: Callable[[str], Path]) -> None:
     """Tokens are those that Python chooses where ends may not come yet, few tokens are allowed, and words are bad."""
     options: list[dict[str, Any]] = [
@@ -147,7 +147,7 @@ def test_bans_hold_for_what_is_drafted(name: str, artifact: Callable[[str], Path
     ]
     with qcompile.load(artifact(name), threads=1, gamma=0) as llm:
         library = [generate(llm, **one) for one in options]
-        llm.executor.draws = llm.engine.scheduler.draws = False  # type: ignore[misc]
+        llm.executor.samples = llm.engine.scheduler.samples = False  # type: ignore[misc]
         plain = [generate(llm, **one) for one in options]
     assert [[found[:4] for found in each] for each in library] == [[found[:4] for found in each] for each in plain]
     assert all(13 < len(tokens) < 40 for each in plain[:2] for tokens, *_ in each)  # type: ignore[arg-type, misc]
@@ -158,7 +158,7 @@ def test_bans_hold_for_what_is_drafted(name: str, artifact: Callable[[str], Path
             assert [generate(llm, **one) for one in options] == library, gamma
 
 
-@pytest.mark.parametrize("name", first(("three levels", "lookup"), ["two levels", "three levels", "lookup", "other"]))
+@pytest.mark.parametrize("name", first(("three stages", "lookup"), ["two stages", "three stages", "lookup", "other"]))
 def test_rounds_by_the_host_are_those_of_the_library(name: str, artifact: Callable[[str], Path]) -> None:
     """Tokens, and what was drafted and kept at every place; also of texts that say the same again and again."""
     prompts = [*PROMPTS, "word " * 60, "a b c d " * 20 + "a b"]
@@ -296,7 +296,7 @@ def test_shared_weights_and_cache_take_no_room(artifact: Callable[[str], Path], 
 def test_a_lookup_proposes_past_the_levels_between(artifact: Callable[[str], Path]) -> None:
     """Where the text has come round to what it said before, more is proposed than gamma lets a model draft."""
     for tokens, proposed in ((list(range(5, 11)) * 6, [1] * 7 + [0]), (list(range(5, 41)), [1, 1, 0])):
-        with qcompile.load(artifact("three levels"), threads=1, gamma=2) as llm:
+        with qcompile.load(artifact("three stages"), threads=1, gamma=2) as llm:
             request = llm.engine.add(tokens[:-1], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
             llm.engine.step()
             request.sequence.tokens[-1] = tokens[-1]  # as if the target had said so
@@ -463,11 +463,11 @@ def test_a_stream_ends_with_its_model(artifact: Callable[[str], Path]) -> None:
 
 def test_cache_too_small_and_cancelled_neighbours(artifact: Callable[[str], Path]) -> None:
     """Preempted, computed again, in small chunks, beside requests that come and go: the same tokens."""
-    with qcompile.load(artifact("two levels"), threads=1, gamma=0) as llm:
+    with qcompile.load(artifact("two stages"), threads=1, gamma=0) as llm:
         plain = dict(zip(PROMPTS, generate(llm, max_tokens=90), strict=True))
         page = sum(cache["page_bytes"] for cache in _caches(llm))
     draw = random.Random(2)
-    with qcompile.load(artifact("two levels"), threads=1, gamma=4, kv_cache_bytes=3 * page) as llm:
+    with qcompile.load(artifact("two stages"), threads=1, gamma=4, kv_cache_bytes=3 * page) as llm:
         llm.engine.scheduler.max_tokens = 23
         fix_calls(llm.engine, 1)
         wanted = SamplingParams(temperature=0, max_tokens=90)
@@ -485,7 +485,7 @@ def test_cache_too_small_and_cancelled_neighbours(artifact: Callable[[str], Path
 
 def _caches(llm: LLM) -> list[dict[str, int]]:
     runtime = llm.manifest["runtime"]
-    return [runtime["kv"], *(level["kv"] for level in runtime["levels"] if level.get("kv"))]
+    return [runtime["kv"], *(stage["kv"] for stage in runtime["levels"] if stage.get("kv"))]
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.8}, {"temperature": 0, "logprobs": 0}])

@@ -1,4 +1,4 @@
-// team.h: the threads of a model. One leader (the caller) and threads - 1 workers execute each step together.
+// thread_pool.h: the threads of a model. One leader (the caller) and threads - 1 workers execute each step together.
 //
 // A step is one function run by every thread, with barriers inside. Between steps the workers spin for about 200 us, so
 // that a decode loop never pays for waking them, then sleep on a futex.
@@ -110,12 +110,12 @@ struct Barrier {
   }
 };
 
-struct Team {
+struct ThreadPool {
   typedef void (*Job)(void* arg, int tid);
   struct alignas(64) Member {
     SpinPolicy spin;
     int tid;
-    Team* team;
+    ThreadPool* pool;
     pthread_t thread;
   };
 
@@ -182,12 +182,12 @@ struct Team {
 
   static void* enter(void* p) {
     Member& me = *(Member*)p;
-    Team& team = *me.team;
+    ThreadPool& pool = *me.pool;
     for (uint32_t seen = 0;; ++seen) {
-      team.await(seen);
-      if (team.quit) return nullptr;
-      team.job(team.arg, me.tid);
-      team.sync(me.tid);
+      pool.await(seen);
+      if (pool.quit) return nullptr;
+      pool.job(pool.arg, me.tid);
+      pool.sync(me.tid);
     }
   }
 };

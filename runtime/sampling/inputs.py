@@ -1,4 +1,4 @@
-"""What an executor needs to draw the tokens of a sequence."""
+"""Sampling inputs: what an executor needs to choose the tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from qcompile.runtime.sampling.masks import Masks
 from qcompile.runtime.sampling.penalties import Bias, Penalties
 
 
-class Draws(NamedTuple):
-    """How an executor draws a sequence's tokens: options, and the random number for each position from `first` on.
+class SamplingInputs(NamedTuple):
+    """How an executor chooses a sequence's tokens: options, and the random number for each position from `first` on.
 
     temperature: 0 is greedy. top_k: 0 is no limit. min_logit: what to add to the largest logit for min-p's limit.
-    bias, penalties, masks: None if the logits are drawn from as they are. The tokens listed there are those up to
-    position `first`. known: tokens whose logits are those of the positions before `first`, of which nothing is drawn.
+    bias, penalties, masks: None if the logits stay as they are. The tokens listed there are those up to
+    position `first`. known: tokens whose logits are those of the positions before `first`: nothing is chosen there.
     reports: None, or where the executor reports log probabilities (`logprobs.empty_reports`): first of the known
     tokens, then of the token whose logits are those of position `first`, and so on. Rows of tokens that are rejected
     are undefined.
@@ -41,9 +41,9 @@ class Draws(NamedTuple):
         return not (self.temperature or self.penalties or self.bias or self.masks) and self.reports is None
 
     @property
-    def unreported(self) -> Draws:
-        """The same draws without reports: for drafts."""
+    def unreported(self) -> SamplingInputs:
+        """The same inputs without reports: for drafts."""
         return self._replace(known=(), reports=None) if self.reports is not None else self
 
 
-GREEDY = Draws()
+GREEDY = SamplingInputs()
