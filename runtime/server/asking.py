@@ -42,6 +42,7 @@ class Encoder(Protocol):
     sampling_defaults: dict[str, Any]
     tokenizer: Tokenizer | None
 
+    def token_bytes(self, token: int) -> bytes | None: ...
     def encode(self, prompt: object, *, special: bool, params: SamplingParams) -> list[int]: ...
 
 

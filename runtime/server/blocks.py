@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,12 +24,16 @@ class ReplyBlock:
 
 @dataclass(frozen=True)
 class Change:
-    """What happened to a block: it began, its text grew by `added`, or it ended. index: its number in the reply."""
+    """What happened to a block: it began, its text grew by `added`, or it ended. index: its number in the reply.
+
+    read: how many characters of the reply had been read.
+    """
 
     what: Literal["begin", "grow", "end"]
     index: int
     block: ReplyBlock
     added: str = ""
+    read: int = 0
 
 
 class BlockReader:
@@ -42,14 +46,20 @@ class BlockReader:
         self.cut = False
         """Whether the reply reached the most tokens."""
 
-    def read(self, output: RequestOutput) -> Iterator[Change]:
-        """What is new in an output with one sample. A reply without any block gets an empty text."""
+    def read(self, output: RequestOutput, ends: Iterable[int] = ()) -> Iterator[Change]:
+        """What is new in an output with one sample. A reply without any block gets an empty text.
+
+        ends: where the new text is divided, in characters of the reply.
+        """
         (sample,) = output.outputs
-        text, self._read = sample.text[self._read :], len(sample.text)
         ended, self.cut = sample.finish_reason is not None, sample.finish_reason == "length"
-        for event in self._parser.push(text) + (self._parser.end() if ended else []):
-            yield from self._add(event)
+        for end in (*ends, len(sample.text)):
+            text, self._read = sample.text[self._read : end], max(end, self._read)
+            for event in self._parser.push(text) if text else ():
+                yield from self._add(event)
         if ended:
+            for event in self._parser.end():
+                yield from self._add(event)
             if not self.blocks:
                 yield from self._begin(ReplyBlock("text"))
             yield self._change("end")
@@ -82,4 +92,4 @@ class BlockReader:
         yield self._change("begin")
 
     def _change(self, what: Literal["begin", "grow", "end"], added: str = "") -> Change:
-        return Change(what, len(self.blocks) - 1, self.blocks[-1], added)
+        return Change(what, len(self.blocks) - 1, self.blocks[-1], added, self._read)

@@ -12,6 +12,7 @@ from qcompile.errors import UsageError, shown
 from qcompile.runtime.dialogue import Dialogue
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.api import MOST_LOGPROBS, BodyPart, Common, Count, FunctionName
+from qcompile.runtime.server.tool_choice import Tool, allowed_tools, field_of_each
 
 _CHAT_FIELDS = ("tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
 """Fields that have no effect on completions."""
@@ -134,16 +135,27 @@ class ChatRequest(Common):
         tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools or ()]
         if not tools and self.tool_choice not in ("auto", "none"):
             raise UsageError("tool_choice needs tools")
+        tools, choice = self._chosen(tools)
         return Dialogue(
             [message.plain() for message in self.messages],
             tools,
-            self.tool_choice,
+            choice,
             self.parallel_tool_calls,
             self.documents,
             self.reasoning_effort,
             self.chat_template_kwargs or {},
             structured,
         )
+
+    def _chosen(self, tools: list[Tool]) -> tuple[list[Tool], Any]:
+        """The tools that the model may call, and the choice among them."""
+        choice = self.tool_choice
+        if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+            return tools, choice
+        allowed = choice.get("allowed_tools")
+        listed = field_of_each(allowed.get("tools") if isinstance(allowed, Mapping) else None, "function")
+        names = None if listed is None else field_of_each(listed, "name")
+        return allowed_tools(tools, names, allowed.get("mode") if isinstance(allowed, Mapping) else None)
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The request's sampling parameters, with defaults as in `sampling`. Raises UsageError."""

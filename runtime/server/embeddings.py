@@ -91,6 +91,7 @@ class EmbeddingsRoute:
             for index, embedding in enumerate(found)
         ]
         count = sum(map(len, tokens))
+        self._asker.metrics.embedded(len(tokens), count)
         usage = {"prompt_tokens": count, "total_tokens": count}
         return JSONResponse({"object": "list", "data": data, "model": self._asker.name, "usage": usage})
 

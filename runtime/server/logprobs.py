@@ -69,7 +69,7 @@ class TokenSpeller:
     ) -> Columns:
         """Tokens with their log probabilities and alternatives, as /v1/completions tells them."""
         chosen = list(zip(tokens, logprobs, strict=True))
-        counted = [self._counted(token, each[token].decoded_token or "") for token, each in chosen]
+        counted = [self.counted(token, each[token].decoded_token or "") for token, each in chosen]
         return {
             "tokens": [self._named(token, each[token]) for token, each in chosen],
             "token_logprobs": [each[token].logprob for token, each in chosen],
@@ -87,7 +87,7 @@ class TokenSpeller:
         scored = [each for each in output.prompt_logprobs if each is not None]
         columns = self.completion(rest, scored, TextOffsets())
         texts = [first, *(each[token].decoded_token or "" for token, each in zip(rest, scored, strict=True))]
-        spelled = [self._counted(token, own) for token, own in zip(output.prompt_token_ids, texts, strict=True)]
+        spelled = [self.counted(token, own) for token, own in zip(output.prompt_token_ids, texts, strict=True)]
         counted = TextOffsets()
         found = [counted.of(each) for each in spelled]
         start = len(text) - counted.end()
@@ -102,10 +102,14 @@ class TokenSpeller:
             return None
         content = []
         for token, each in zip(sample.token_ids[first:], sample.logprobs[first:], strict=True):
-            likeliest = sorted(each, key=lambda other: each[other].rank)[:top]
-            alternatives = [self._chat_token(other, each[other]) for other in likeliest]
-            content.append(self._chat_token(token, each[token]) | {"top_logprobs": alternatives})
+            content.append(self.chat_token(token, each, top))
         return {"content": content}
+
+    def chat_token(self, token: int, each: Mapping[int, Logprob], top: int) -> dict[str, Any]:
+        """A token with its log probability, and the `top` most probable tokens at its place."""
+        likeliest = sorted(each, key=lambda other: each[other].rank)[:top]
+        alternatives = [self._chat_token(other, each[other]) for other in likeliest]
+        return self._chat_token(token, each[token]) | {"top_logprobs": alternatives}
 
     def _chat_token(self, token: int, one: Logprob) -> dict[str, Any]:
         text = one.decoded_token or ""
@@ -127,7 +131,7 @@ class TokenSpeller:
             spelled.setdefault(self._named(token, one), one.logprob)
         return spelled
 
-    def _counted(self, token: int, text: str) -> bytes:
-        """What `TextOffsets` counts of a token."""
+    def counted(self, token: int, text: str) -> bytes:
+        """The bytes that a token with this text adds to an output, as `TextOffsets` counts them."""
         raw = self.bytes_of(token, text)
         return text.encode() if raw is None else raw

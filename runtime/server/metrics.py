@@ -38,6 +38,8 @@ class Metrics:
         self._cached = self._counter("qcompile_cached_prompt_tokens", "Of them, taken from the KV cache.").labels(model)
         self._generated = self._counter("qcompile_generated_tokens", "Tokens generated.").labels(model)
         self._samples = self._counter("qcompile_samples", "Samples, by how they ended.", "finish_reason")
+        self._embedded = self._counter("qcompile_embeddings", "Texts embedded.").labels(model)
+        self._embedded_tokens = self._counter("qcompile_embedding_tokens", "Tokens of them.").labels(model)
         self._drafted = self._counter("qcompile_drafted_tokens", "Tokens that drafts proposed.").labels(model)
         self._accepted = self._counter("qcompile_accepted_tokens", "Of them, those kept.").labels(model)
         self._queued = self._seconds("qcompile_queue_seconds", "From arrival to the first step.")
@@ -76,6 +78,11 @@ class Metrics:
         if output.speculation:
             self._drafted.inc(sum(output.speculation.drafted))
             self._accepted.inc(sum(output.speculation.accepted))
+
+    def embedded(self, texts: int, tokens: int) -> None:
+        """Count texts that were embedded, and their tokens."""
+        self._embedded.inc(texts)
+        self._embedded_tokens.inc(tokens)
 
     def cancelled(self, output: RequestOutput) -> None:
         """Count a prompt that was cancelled: its client left, its logits are not finite, or the server shuts down."""

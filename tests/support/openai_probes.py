@@ -147,7 +147,7 @@ CHATS = Api(
             Probe("none", _called(0), ADDING, REPLY),
             Probe("required", lambda reply, plain: len(_message(reply).tool_calls) >= 1, ADDING),
             Probe({"type": "function", "function": {"name": "add"}}, _called(1), ADDING),
-            Probe({"type": "allowed_tools", "allowed_tools": {"mode": "auto", **TOOLS}}, None, TOOLS),
+            Probe({"type": "allowed_tools", "allowed_tools": {"mode": "auto", **TOOLS}}, _called(2), ADDING, REPLY),
         ],
         "parallel_tool_calls": [Probe(False, _called(1), ADDING, REPLY)],
         "reasoning_effort": [
@@ -183,6 +183,17 @@ def _kinds(*kinds: str) -> Shows:
     return lambda reply, plain: [item.type for item in reply.output] == list(kinds)
 
 
+def _told(top: int) -> Shows:
+    """Whether a response tells log probabilities, and so many alternatives."""
+
+    def shown(reply: Any, plain: Any) -> bool:
+        told = reply.output[0].content[0].logprobs
+        return len(told) > 1 and all(len(one.top_logprobs) == top for one in told)
+
+    return shown
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs"]}
 ADD = [{"type": "function", **FUNCTION, "strict": False}]
 ADDED: dict[str, Any] = {"tools": ADD, "max_output_tokens": 200}
 TWICE = _kinds("reasoning", "message", "function_call", "function_call")
@@ -247,7 +258,7 @@ RESPONSES = Api(
         "context_management": [Probe([{"type": "compaction"}])],
         "conversation": [Probe("conv_0")],
         "image": [Probe({})],
-        "include": [Probe(["reasoning.encrypted_content"]), Probe(["message.output_text.logprobs"])],
+        "include": [Probe(["reasoning.encrypted_content"]), Probe(LOGPROBS["include"], _told(0)), Probe(["x"])],
         "max_tool_calls": [Probe(1)],
         "moderation": [Probe({"model": "m"})],
         "prompt": [Probe({"id": "p"})],
@@ -256,7 +267,7 @@ RESPONSES = Api(
         "prompt_cache_retention": [Probe("24h")],
         "safety_identifier": [Probe("s")],
         "service_tier": [Probe("auto")],
-        "top_logprobs": [Probe(0), Probe(2)],
+        "top_logprobs": [Probe(0), Probe(2, _told(2), LOGPROBS), Probe(2)],
         "truncation": [Probe("disabled"), Probe("auto")],
         "user": [Probe("u")],
     },

@@ -118,6 +118,16 @@ class InputTokensAnswer(AnswerPart):
     input_tokens: int
 
 
+class ItemsAnswer(AnswerPart):
+    """A page of the items of a response's input. Each has the fields that it was given with."""
+
+    object: Literal["list"]
+    data: list[Json]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class DeletedAnswer(AnswerPart):
     """A response was forgotten."""
 

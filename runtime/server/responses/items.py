@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,7 +14,13 @@ from qcompile.runtime.server.api import BodyPart
 
 Message = dict[str, Any]
 _TEXTS = ("input_text", "output_text", "text")
+_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fc", "reasoning": "rs"}
 _Status = Literal["in_progress", "completed", "incomplete"]
+
+
+def new_id(prefix: str) -> str:
+    """An id of an object."""
+    return f"{prefix}_{secrets.token_hex(24)}"
 
 
 class ItemText(BodyPart):
@@ -103,8 +110,9 @@ def _typed(given: Any) -> Any:
     return given
 
 
+InputItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
 Item = Annotated[
-    MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem,
+    InputItem,
     Field(discriminator="type"),
     BeforeValidator(_typed),
 ]
@@ -118,7 +126,19 @@ def _said(given: Any) -> Any:
 Input = Annotated[list[Item], Field(fail_fast=True), BeforeValidator(_said, str | list[Item])]
 
 
-def messages_of(items: Iterable[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem]) -> list[Message]:
+def input_items(items: Iterable[InputItem]) -> list[Message]:
+    """The items as a client reads them again: each with an id and a status."""
+    listed = []
+    for item in items:
+        plain = item.model_dump(exclude_none=True)
+        if isinstance(item, MessageItem):
+            text = "output_text" if item.role == "assistant" else "input_text"
+            plain["content"] = [{**part, "type": text} for part in plain["content"]]
+        listed.append({"id": new_id(_PREFIX[item.type]), "status": "completed"} | plain)
+    return listed
+
+
+def messages_of(items: Iterable[InputItem]) -> list[Message]:
     """The items as messages in the form of chat completions. What one reply consists of is one message."""
     messages: list[Message] = []
     for item in items:

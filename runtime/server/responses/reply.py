@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -13,8 +12,11 @@ from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.api import named_event
 from qcompile.runtime.server.blocks import BlockReader, Change, ReplyBlock
+from qcompile.runtime.server.logprobs import TokenBytes, TokenSpeller, no_bytes
 from qcompile.runtime.server.replies import Finished, OutputStream
+from qcompile.runtime.server.responses.items import new_id
 from qcompile.runtime.server.responses.request import ResponsesRequest
+from qcompile.runtime.server.responses.token_places import TokenPlaces
 from qcompile.runtime.turn import Turn
 
 Json = dict[str, Any]
@@ -22,23 +24,27 @@ _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _PART = {"text": "output_text", "reasoning": "reasoning_text"}
 
 
-def new_id(prefix: str) -> str:
-    """An id of an object."""
-    return f"{prefix}_{secrets.token_hex(24)}"
-
-
 class ResponseReply:
-    """The response to a request, of which it repeats fields. count: counts the tokens of a text.
+    """The response to a request, of which it repeats fields. count: counts the tokens of a text. token_bytes: the
+    model's tokens, for log probabilities.
 
     Raises UsageError where a field is no JSON.
     """
 
     def __init__(
-        self, model: str, asked: ResponsesRequest, params: SamplingParams, turn: Turn, count: Callable[[str], int]
+        self,
+        model: str,
+        asked: ResponsesRequest,
+        params: SamplingParams,
+        turn: Turn,
+        count: Callable[[str], int],
+        token_bytes: TokenBytes = no_bytes,
     ) -> None:
         self._asked, self._count = asked, count
         self._reader = BlockReader(turn, "call_")
         self._ids: list[str] = []  # of the items, which the blocks are
+        self._places = TokenPlaces(TokenSpeller(token_bytes), asked.top_logprobs) if asked.tells_logprobs else None
+        self._logprobs: dict[int, list[Json]] = {}  # of the items that are texts
         self._number = 0  # of the next event
         self._header = _echoed(model, asked, params)
         _check_json(self._header)
@@ -68,8 +74,8 @@ class ResponseReply:
             yield self._event("response.created", response=self.response)
             yield self._event("response.in_progress", response=self.response)
             async for output in answer:
-                for change in self._changes(output):
-                    for event in self._events_of(change):
+                for change, logprobs in self._changes(output):
+                    for event in self._events_of(change, logprobs):
                         yield event
                 if output.finished:
                     finished(output)
@@ -82,11 +88,21 @@ class ResponseReply:
         finally:
             answer.cancel()
 
-    def _changes(self, output: RequestOutput) -> Iterator[Change]:
-        for change in self._reader.read(output):
+    def _changes(self, output: RequestOutput) -> Iterator[tuple[Change, list[Json]]]:
+        """What is new, and the log probabilities of what has grown."""
+        ends = self._places.read(output.outputs[0]) if self._places else ()
+        for change in self._reader.read(output, ends):
             if change.what == "begin":
                 self._ids.append(new_id(_PREFIX[change.block.kind]))
-            yield change
+            yield change, self._new_logprobs(change)
+
+    def _new_logprobs(self, change: Change) -> list[Json]:
+        """The log probabilities of what a block has grown by."""
+        if self._places is None or change.what != "grow" or change.block.kind == "call":
+            return []
+        added = self._places.logprobs(change.added, change.read)
+        self._logprobs.setdefault(change.index, []).extend(added)
+        return added
 
     def _end(self, output: RequestOutput) -> None:
         details = {"reason": "max_output_tokens"} if self._reader.cut else None
@@ -114,17 +130,17 @@ class ResponseReply:
                 "name": block.name,
                 "arguments": block.text,
             }
-        content = [_part(block)] if status != "in_progress" else []
+        content = [_part(block, self._logprobs.get(index))] if status != "in_progress" else []
         if block.kind == "reasoning":
             return item | {"type": "reasoning", "summary": [], "content": content}
         return item | {"type": "message", "role": "assistant", "content": content}
 
-    def _events_of(self, change: Change) -> Iterator[str]:
-        """The events that tell of a change."""
+    def _events_of(self, change: Change, logprobs: list[Json]) -> Iterator[str]:
+        """The events that tell of a change. logprobs: of what has grown."""
         block, index = change.block, change.index
         place = {"item_id": self._ids[index], "output_index": index}
         part = place | {"content_index": 0}
-        told: Json = {"logprobs": []} if block.kind == "text" else {}
+        told: Json = {"logprobs": logprobs} if block.kind == "text" else {}
         name = "response.function_call_arguments" if block.kind == "call" else f"response.{_PART[block.kind]}"
         if change.what == "begin":
             yield self._event("response.output_item.added", output_index=index, item=self._item(index, "in_progress"))
@@ -138,8 +154,9 @@ class ResponseReply:
             if block.kind == "call":
                 yield self._event(f"{name}.done", **place, name=block.name, arguments=block.text)
             else:
-                yield self._event(f"{name}.done", **part, text=block.text, **told)
-                yield self._event("response.content_part.done", **part, part=_part(block))
+                all_told = {"logprobs": self._logprobs.get(index, [])} if told else {}
+                yield self._event(f"{name}.done", **part, text=block.text, **all_told)
+                yield self._event("response.content_part.done", **part, part=_part(block, all_told.get("logprobs")))
             yield self._event("response.output_item.done", output_index=index, item=self._item(index))
 
     def _event(self, kind: str, **data: Any) -> str:
@@ -147,10 +164,10 @@ class ResponseReply:
         return named_event({"type": kind, "sequence_number": self._number - 1} | data)
 
 
-def _part(block: ReplyBlock) -> Json:
+def _part(block: ReplyBlock, logprobs: list[Json] | None = None) -> Json:
     """The content of an item that is a text or reasoning."""
     part = {"type": _PART[block.kind], "text": block.text}
-    return part | {"annotations": [], "logprobs": []} if block.kind == "text" else part
+    return part | {"annotations": [], "logprobs": logprobs or []} if block.kind == "text" else part
 
 
 def _check_json(header: Json) -> None:
@@ -175,7 +192,8 @@ def _echoed(model: str, asked: ResponsesRequest, params: SamplingParams) -> Json
         "completed_at": None,
         "model": model,
         **{"instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens},
-        **{"temperature": params.temperature, "top_p": params.top_p, "top_logprobs": 0, "truncation": "disabled"},
+        **{"temperature": params.temperature, "top_p": params.top_p, "truncation": "disabled"},
+        "top_logprobs": asked.top_logprobs,
         **{"tools": tools, "tool_choice": asked.tool_choice, "parallel_tool_calls": asked.parallel_tool_calls},
         **{"text": {"format": written, "verbosity": "medium"}, "reasoning": {"effort": effort, "summary": None}},
         **{"previous_response_id": asked.previous_response_id, "store": asked.store, "background": False},

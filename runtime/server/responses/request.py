@@ -12,8 +12,9 @@ from qcompile.errors import UsageError, shown
 from qcompile.runtime.dialogue import Dialogue
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.structured import FORCED, StructuredOutputsParams, named_as
-from qcompile.runtime.server.api import BodyPart, Count, FunctionName, SamplingFields, Stops
+from qcompile.runtime.server.api import MOST_LOGPROBS, BodyPart, Count, FunctionName, SamplingFields, Stops
 from qcompile.runtime.server.responses.items import Input, Message, messages_of
+from qcompile.runtime.server.tool_choice import allowed_tools, field_of_each
 
 FORMAT = "text.format"
 """How errors name the language of structured outputs."""
@@ -72,16 +73,33 @@ class ReasoningConfig(BodyPart):
     effort: str | None = None
 
 
+_LOGPROBS = "message.output_text.logprobs"
+
+
+def _includable(given: Any) -> Any:
+    """Refuse what responses never have. `reasoning.encrypted_content` serves to give reasoning back: here, items of
+    reasoning have it as it is."""
+    for place, name in enumerate(given) if isinstance(given, list) else ():
+        if name not in (_LOGPROBS, "reasoning.encrypted_content"):
+            found = {"place": place, "name": shown(name)}
+            raise PydanticCustomError("include", "{name} (number {place}) is not supported", found)
+    return given
+
+
+Included = Annotated[list[str], BeforeValidator(_includable)]
+
+
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
     idle: ClassVar[dict[str, tuple[object, ...]]] = {
-        **{"background": (False,), "truncation": ("disabled",), "top_logprobs": (0,)},
-        **{"include": ([], ["reasoning.encrypted_content"]), "stream_options": ({}, {"include_obfuscation": False})},
+        **{"background": (False,), "truncation": ("disabled",)},
+        "stream_options": ({}, {"include_obfuscation": False}),
         **{"prompt_cache_retention": ("in_memory", "24h")},
     }
-    """`reasoning.encrypted_content` serves to give reasoning back: here, reasoning items have it as it is."""
     input: Input
+    include: Included | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
     instructions: str | None = None
     max_output_tokens: Count | None = None
     stop: Stops | None = None
@@ -133,15 +151,7 @@ class ResponsesRequest(SamplingFields):
             return tools, {"type": "function", "function": {"name": choice.get("name")}}
         if kind != "allowed_tools":
             return tools, choice
-        allowed = choice.get("tools")
-        if not isinstance(allowed, list) or not all(isinstance(each, Mapping) for each in allowed):
-            raise UsageError("tool_choice.tools must be a list of tools")
-        names = [each.get("name") for each in allowed]
-        known = {tool["function"]["name"] for tool in tools}
-        for name in names:
-            if name not in known:
-                raise UsageError(f"tool_choice.tools has {shown(name)}, which is no function of tools")
-        return [tool for tool in tools if tool["function"]["name"] in names], choice.get("mode", "auto")
+        return allowed_tools(tools, field_of_each(choice.get("tools"), "name"), choice.get("mode"))
 
     def structure(self) -> StructuredOutputsParams | None:
         """The language of the output; None for any text. Raises UsageError."""
@@ -162,4 +172,13 @@ class ResponsesRequest(SamplingFields):
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The request's sampling parameters, with defaults as in `sampling`. Raises UsageError."""
-        return self.sampling(defaults, self.max_output_tokens, stop=self.stop, structured_outputs=self.structure())
+        if self.top_logprobs and not self.tells_logprobs:
+            raise UsageError(f'top_logprobs needs include: ["{_LOGPROBS}"]')
+        reported = self.top_logprobs if self.tells_logprobs else None
+        more = {"stop": self.stop, "structured_outputs": self.structure(), "logprobs": reported}
+        return self.sampling(defaults, self.max_output_tokens, **more)
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether texts of the response have the log probabilities of their tokens."""
+        return _LOGPROBS in (self.include or ())

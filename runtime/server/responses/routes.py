@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from qcompile.errors import UsageError
+from qcompile.errors import UsageError, shown
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.asking import Asker
-from qcompile.runtime.server.responses.answer import DeletedAnswer, InputTokensAnswer, ResponseAnswer
-from qcompile.runtime.server.responses.items import Message, messages_of
+from qcompile.runtime.server.logprobs import TokenBytes
+from qcompile.runtime.server.responses.answer import DeletedAnswer, InputTokensAnswer, ItemsAnswer, ResponseAnswer
+from qcompile.runtime.server.responses.items import Message, input_items, messages_of
 from qcompile.runtime.server.responses.reply import ResponseReply
 from qcompile.runtime.server.responses.request import ResponsesRequest
 from qcompile.runtime.server.responses.store import ResponseStore, StoredResponse, UnknownResponseError
@@ -33,20 +35,26 @@ class ResponsesRoutes:
         router.post(_PATH, **answered(ResponseAnswer, streams=True))(self.create)
         router.post(f"{_PATH}/input_tokens", **answered(InputTokensAnswer))(self.count)
         router.get(f"{_PATH}/{{id}}", **answered(ResponseAnswer))(self.retrieve)
+        router.get(f"{_PATH}/{{id}}/input_items", **answered(ItemsAnswer))(self.input_items)
         router.delete(f"{_PATH}/{{id}}", **answered(DeletedAnswer))(self.delete)
         router.post(f"{_PATH}/{{id}}/cancel", **answered(ResponseAnswer))(self.cancel)
+
+    @property
+    def _tokens(self) -> tuple[Callable[[str], int], TokenBytes]:
+        return self._asker.count, self._asker.llm.token_bytes
 
     async def create(self, asked: ResponsesRequest, request: Request) -> Response:
         """Reply to a conversation, in the form of OpenAI's Responses API."""
         before = self._before(asked)
         turn, params = await self._turn(asked, before)
-        reply = ResponseReply(self._asker.named(asked.model), asked, params, turn, self._asker.count)
+        reply = ResponseReply(self._asker.named(asked.model), asked, params, turn, *self._tokens)
         how: dict[str, Any] = {"structure_field": asked.structure_field, "model": asked.model}
         answer = await self._asker.submit([turn.prompt], params, asked.stream, **how)
 
         def complete(response: dict[str, Any]) -> None:
             if asked.store:
-                self._store.add(StoredResponse(response, [*before, *asked.messages(), *_said(response)]))
+                messages = [*before, *asked.messages(), *_said(response)]
+                self._store.add(StoredResponse(response, messages, input_items(asked.input)))
 
         if asked.stream:
             events = reply.events(answer, self._asker.metrics.finished, complete)
@@ -69,6 +77,24 @@ class ResponsesRoutes:
         if stream:
             raise UsageError("stream: a response that was kept cannot be streamed")
         return JSONResponse(self._store.get(id).response)
+
+    async def input_items(
+        self,
+        id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> JSONResponse:
+        """The input of a response that was kept: its items in pages, the last one first. after: where a page begins."""
+        items = self._store.get(id).input[:: 1 if order == "asc" else -1]
+        if after is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise UsageError(f"after: there is no item {shown(after)}")
+            items = items[ids.index(after) + 1 :]
+        page = items[:limit]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > limit})
 
     async def delete(self, id: str) -> JSONResponse:
         """Forget a response."""

@@ -27,15 +27,19 @@ class UnknownResponseError(NotFoundError):
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response, and all messages of its conversation: those of the requests, and the replies."""
+    """A response, and all messages of its conversation: those of the requests, and the replies.
+
+    input: the items of its own request's input.
+    """
 
     response: dict[str, Any]
     messages: Sequence[dict[str, Any]]
+    input: Sequence[dict[str, Any]] = ()
 
     @property
     def characters(self) -> int:
         """Number of characters as JSON."""
-        return len(encode(self.response)) + len(encode(list(self.messages)))
+        return len(encode(self.response)) + sum(len(encode(list(each))) for each in (self.messages, self.input))
 
 
 class ResponseStore:

@@ -64,6 +64,18 @@ def test_embeddings(client: Client, embeddings: Any, wanted: Callable[..., np.nd
         np.testing.assert_array_equal(embeddings.create(model="tiny", input=given).data[0].embedding, wanted()[row])
 
 
+def test_embeddings_are_counted(client: Client, embeddings: Any) -> None:
+    def counted() -> dict[str, float]:
+        lines = client.open("/metrics").read().decode().splitlines()
+        named = [line.partition("{") for line in lines if line.startswith("qcompile_embedding")]
+        return {name: float(rest.rpartition(" ")[2]) for name, _, rest in named if name.endswith("_total")}
+
+    before = counted()
+    embeddings.create(model="tiny", input=[[89], [90, 91]])
+    grown = {name: value - before[name] for name, value in counted().items()}
+    assert grown == {"qcompile_embeddings_total": 2, "qcompile_embedding_tokens_total": 3}
+
+
 def test_pooling_and_dimensions(embeddings: Any, wanted: Callable[..., np.ndarray]) -> None:
     found = embeddings.create(model="tiny", input=TEXTS, dimensions=7, extra_body={"pooling": "mean"})
     values = np.array([one.embedding for one in found.data], np.float32)

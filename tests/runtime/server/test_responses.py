@@ -11,12 +11,18 @@ import pytest
 from pydantic import BaseModel
 
 from qcompile.runtime.chat import ChatTemplate
+from qcompile.runtime.dialogue import DialogueFormat
 from qcompile.runtime.engine.samples import PromptSamples
+from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from qcompile.runtime.sampling.logprobs import Logprob
+from qcompile.runtime.server.logprobs import TokenSpeller
 from qcompile.runtime.server.responses.items import messages_of
+from qcompile.runtime.server.responses.reply import ResponseReply
 from qcompile.runtime.server.responses.request import ResponsesRequest
 from qcompile.runtime.server.responses.store import ResponseStore, StoredResponse, UnknownResponseError
+from qcompile.runtime.server.responses.token_places import TokenPlaces
 from tests.runtime.server.test_server import Client, slow_steps
-from tests.runtime.server.test_tools import REPLY, TEMPLATE, Say, say, serving_with
+from tests.runtime.server.test_tools import REPLY, TEMPLATE, TOKENIZER, Say, say, serving_with
 
 openai = pytest.importorskip("openai")
 __all__ = ["say"]
@@ -26,6 +32,7 @@ PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}, "coun
 TOOLS: list[Any] = [
     {"type": "function", "name": name, "parameters": PARAMETERS, "strict": False} for name in ("search", "noop")
 ]
+LOGPROBS = "message.output_text.logprobs"
 ASKED: dict[str, Any] = {"model": "tiny", "input": "x", "temperature": 0, "max_output_tokens": 500}
 
 
@@ -165,6 +172,64 @@ def test_forced_calls(responses: Any, choice: Any, name: str | None) -> None:
     assert isinstance(json.loads(call.arguments), dict)
 
 
+def test_log_probabilities_are_those_of_the_text_alone() -> None:
+    """Tokens of reasoning and calls are left out, also where a call has the text that follows it."""
+    text = REPLY + "\na"
+    asked = ResponsesRequest.model_validate({"input": "x", "tools": TOOLS, "include": [LOGPROBS], "top_logprobs": 2})
+    each = [{ord(char): Logprob(-1.0, 1, char), 0: Logprob(-2.0, 2, "?")} for char in text]
+
+    def grown(end: int) -> RequestOutput:
+        ended = "stop" if end == len(text) else None
+        sample = CompletionOutput(0, text[:end], list(map(ord, text[:end])), None, each[:end], ended)
+        return RequestOutput(0, None, [1], [sample], end == len(text), RequestMetrics())
+
+    def reply() -> ResponseReply:
+        turn = DialogueFormat(ChatTemplate({"default": TEMPLATE}, {}), TOKENIZER).turn(asked.dialogue([]))
+        return ResponseReply("tiny", asked, asked.params({}), turn, len)
+
+    whole = reply().whole(grown(len(text)))
+    parts = [item["content"][0] for item in whole["output"] if item["type"] == "message"]
+    for part in parts:
+        assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
+        assert all(
+            [len(one["top_logprobs"]), bytes(one["bytes"])] == [2, one["token"].encode()] for one in part["logprobs"]
+        )
+    assert [part["text"] for part in parts] == ["Sure.", "a"] and whole["top_logprobs"] == 2
+    streamed, pieces = reply(), []
+    for end in range(1, len(text) + 1):
+        for change, added in streamed._changes(grown(end)):
+            pieces += [event for event in streamed._events_of(change, added) if "output_text.delta" in event]
+    deltas = [json.loads(piece.partition("data: ")[2]) for piece in pieces]
+    assert [["".join(one["token"] for one in delta["logprobs"])] for delta in deltas] == [[d["delta"]] for d in deltas]
+    assert "".join(delta["delta"] for delta in deltas) == "Sure.a"
+
+
+def test_tokens_in_the_text_of_a_reply() -> None:
+    """Parts of a character, a token without text, and a text that lags behind its tokens."""
+    texts, raw = ["", " ", "\ufffd", "\ufffd", "b", "b"], [b"", b" ", b"\xc3", b"\xa9", b"b", b"b"]
+    each = [{token: Logprob(-1.0, 1, text)} for token, text in enumerate(texts)]
+    places = TokenPlaces(TokenSpeller(lambda token: raw[token]), 0)
+    assert places.read(CompletionOutput(0, "\u00e9", [0, 1, 2, 3], None, each[:4])) == [0, 0, 1, 1]
+    assert [one["bytes"] for one in places.logprobs("\u00e9", 1)] == [[0xC3], [0xA9]]
+    assert places.read(CompletionOutput(0, "\u00e9b", [0, 1, 2, 3, 4, 5], None, each)) == [2]
+    assert places.read(CompletionOutput(0, "\u00e9bb", [0, 1, 2, 3, 4, 5], None, each, finish_reason="stop")) == [3]
+    assert len(places.logprobs("bb", 3)) == 2 and places.logprobs("bb", 3) == []
+
+
+def test_input_items(responses: Any, say: Say) -> None:
+    say("Hello.")
+    given = [{"role": "user", "content": name} for name in "abc"]
+    found = responses.create(**ASKED | {"input": given})
+    listed = responses.input_items.list(found.id, limit=2)
+    assert [item.content[0].text for item in listed.data] == ["c", "b"] and listed.has_more
+    assert [item.content[0].text for item in listed] == ["c", "b", "a"]
+    assert listed.data[0].type == "message" and listed.data[0].content[0].type == "input_text"
+    (last,) = responses.input_items.list(found.id, order="asc", after=listed.data[1].id).data
+    assert last == listed.data[0]
+    with pytest.raises(openai.BadRequestError, match="after: there is no item 'x'"):
+        responses.input_items.list(found.id, after="x")
+
+
 def test_allowed_tools_alone_are_shown(responses: Any, say: Say, asked: list[Any]) -> None:
     say("x")
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "noop"}]}
@@ -213,7 +278,9 @@ def test_leaving_a_stream_cancels_it(client: Client, responses: Any) -> None:
         ),
         ({"input": "x", "background": True}, "background: is not supported"),
         ({"input": "x", "truncation": "auto"}, "truncation: is not supported"),
-        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include: is not supported"),
+        ({"input": "x", "include": [LOGPROBS, "x"]}, "include: 'x' (number 1) is not supported"),
+        ({"input": "x", "top_logprobs": 2}, 'top_logprobs needs include: ["message.output_text.logprobs"]'),
+        ({"input": "x", "top_logprobs": 21}, "top_logprobs: Input should be less than or equal to 20"),
         ({"input": "x", "conversation": "c"}, "conversation: is not supported"),
         ({"input": "x", "n": 2}, "n: is not supported"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0: 'web_search' is not supported: only functions"),

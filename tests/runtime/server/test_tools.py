@@ -210,6 +210,24 @@ def test_an_unknown_parser_is_refused_before_the_server_begins() -> None:
         assert llm.generate("x", max_tokens=1)
 
 
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools_are_those_that_are_called(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    turn = DialogueFormat.turn
+    monkeypatch.setattr(DialogueFormat, "turn", lambda self, asked: [found.append(asked), turn(self, asked)][1])
+    called = chat(client, tools=TOOLS, tool_choice=allowed("noop", mode="required"))["message"]["tool_calls"]
+    assert {call["function"]["name"] for call in called} == {"noop"}
+    chat(client, tools=TOOLS, tool_choice=allowed("noop"), max_tokens=1)
+    assert [([t["function"]["name"] for t in one.tools], one.tool_choice) for one in found] == [
+        (["noop"], "required"),
+        (["noop"], "auto"),
+    ]
+
+
 def function(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
@@ -222,6 +240,12 @@ def function(parameters: dict[str, Any]) -> dict[str, Any]:
             "tool_choice: structured outputs exclude calls; use 'auto' or 'none'",
         ),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("search", "f")}, "tool_choice.tools has 'f', which is no function"),
+        (
+            {"tools": TOOLS, "tool_choice": allowed("search", mode="none")},
+            "tool_choice: the mode of allowed_tools must",
+        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools must be a list of functions"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: 'search' is there twice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: not a name: give "),
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type: Input should be 'function'"),
