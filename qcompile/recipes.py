@@ -88,6 +88,9 @@ HEADS = {
 }
 """Weight format and activation type of the output head, by the value of `--head-dtype`."""
 
+COMPARED = ("w4_asym_g128", "w4_asym_g32", "w8_sym_channel", "bf16")
+"""The weight formats that a study of sensitivity compares where none are given."""
+
 QOQ: tuple[tuple[str, str, object], ...] = (
     ("fold_norms", "enabled", True),
     ("fold_norms", "needed", True),

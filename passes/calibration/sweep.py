@@ -21,6 +21,7 @@ from qcompile.ops.epilogues import gemm_float
 from qcompile.passes.calibration import memory
 
 Values = dict[fx.Node, Any]
+_LINEARS = ("linear", "gated_linear", "gemm", "expert_linear", "gated_experts", "expert_gemm")
 
 
 class Shelf:
@@ -66,14 +67,31 @@ class Sweep:
         self, graph: Graph, tokens: Tensor, work: Callable[[int], None] | None = None, finest: bool = False
     ) -> None:
         self.graph, self._work, self._finest = graph, work or (lambda amount: None), finest
-        self._nodes = [node for node in graph.nodes if not graph.is_weight(node) and node.op == "call_function"]
-        self._next = 0
-        self._last = {source: index for index, node in enumerate(self._nodes) for source in node.all_input_nodes}
-        self._last |= dict.fromkeys(graph.output.all_input_nodes, len(self._nodes))
+        self._take([node for node in graph.nodes if not graph.is_weight(node) and node.op == "call_function"])
         self._tokens = tokens
         self._positions = torch.arange(tokens.shape[1])[None]
         self._shelves: dict[fx.Node, Shelf] = {}
+        self._borrowed: set[fx.Node] = set()
         self._weights: Values = {}
+
+    def _take(self, nodes: list[fx.Node]) -> None:
+        """Have `nodes` as those that are left to run."""
+        self._nodes, self._next = nodes, 0
+        self._last = {source: index for index, node in enumerate(nodes) for source in node.all_input_nodes}
+        self._last |= dict.fromkeys(self.graph.output.all_input_nodes, len(nodes))
+
+    def fork(self, graph: Graph) -> Sweep:
+        """A sweep that goes on from here in `graph`: a clone of this one's, changed in what has not run yet.
+
+        Nodes that have run must have the same names there; so must those that made what the others read.
+        """
+        other = Sweep(graph, self._tokens, finest=self._finest)
+        done = {node.name for node in self._nodes[: self._next]}
+        other._take([node for node in other._nodes if node.name not in done])
+        named = {node.name: node for node in graph.nodes}
+        other._shelves = {named[node.name]: shelf for node, shelf in self._shelves.items() if node.name in named}
+        other._borrowed = set(other._shelves)
+        return other
 
     def advance(self, stop: fx.Node) -> None:
         """Run every sample up to `stop`, excluding it."""
@@ -84,7 +102,7 @@ class Sweep:
             values = self._run(sample, end)
             if sample == 0:
                 dead = [node for node in self._shelves if node not in values]
-                spare = [part for node in dead for part in self._shelves[node].parts]
+                spare = [part for node in dead if node not in self._borrowed for part in self._shelves[node].parts]
                 found = [node for node in values if node not in self._shelves and node.op == "call_function"]
                 born = {node: Shelf(values[node], len(self._tokens), spare) for node in found}
             for node, shelf in born.items():
@@ -95,6 +113,13 @@ class Sweep:
         self._weights.clear()
         memory.give_back()
         self._next = end
+
+    def finish(self) -> Iterator[Any]:
+        """As `outputs`, with the weights of one linear in memory at a time."""
+        for node in self._nodes[self._next :]:
+            if ops.name_of(node.target) in _LINEARS:
+                self.advance(node)
+        yield from self.outputs()
 
     def outputs(self) -> Iterator[Any]:
         """Run every sample to the end and yield the graph's result, sample by sample."""

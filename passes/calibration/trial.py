@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from qcompile.calibration import Calibration, Kept
 from qcompile.errors import QualityError, UsageError
@@ -69,11 +69,8 @@ def loss(graph: Graph, tokens: Tensor, finest: bool = False) -> float:
     finest: weights in two planes have both; otherwise only the upper one, for which calibration chooses codes.
     """
     sweep = Sweep(graph, tokens, finest=finest)
-    stops: list[fx.Node] = graph.calls("linear", "gated_linear", "gemm")
-    for stop in stops:
-        sweep.advance(stop)
     total = 0.0
-    for row, logits in zip(tokens, sweep.outputs(), strict=True):
+    for row, logits in zip(tokens, sweep.finish(), strict=True):
         total += float(torch.nn.functional.cross_entropy(logits[0, :-1].float(), row[1:]))
     return total / len(tokens)
 

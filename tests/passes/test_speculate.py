@@ -14,8 +14,9 @@ from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import PassRecord, apply, run_passes
+from qcompile.passes.gemm_precision import head_gemms
 from qcompile.passes.schedule import PASSES, configure
-from qcompile.passes.speculate import Speculate, head_gemms
+from qcompile.passes.speculate import Speculate
 from tests.codegen.cpu.test_experts import decoder as mixture
 from tests.support.graphs import decoder, sequence_inputs
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from qcompile.cli import console
+from qcompile.cli import console, plot_files
 from qcompile.cli.load_test import plot, server
 from qcompile.cli.load_test.campaign import Plan, measure
 from qcompile.cli.load_test.figures import limits
@@ -33,7 +33,7 @@ def plan(options: LoadTest) -> Plan:
     levels = [Level(*common, concurrency=each) for each in clients]
     levels += [Level(*common, rate=each, seed=options.seed) for each in rates]
     if options.plot is not None:
-        plot.check(options.plot)
+        plot_files.check(options.plot)
     if options.prompts is not None and options.shared_prefix:
         raise UsageError("--shared-prefix needs prompts of --input-tokens: a file of prompts has its own")
     return Plan(

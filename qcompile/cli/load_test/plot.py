@@ -6,22 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcompile.errors import ResourceError, UsageError
+from qcompile.cli import plot_files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".svg", ".png", ".pdf")
 _COLORS = {"p50": "#0b6e99", "p90": "#d9822b", "p99": "#a23b52"}
 _MAIN, _SECOND = "#0b6e99", "#3d8b5f"
-
-
-def check(path: Path) -> None:
-    """Raise UsageError unless a plot can be written at `path`, before anything is measured."""
-    if path.suffix not in FORMATS:
-        raise UsageError(f"--plot {path}: its name must end in {', '.join(FORMATS)}")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no folder {path.parent}")
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
@@ -30,7 +21,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     levels, limits = report["levels"], report["limits_seconds"]
-    with matplotlib.rc_context({"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "qcompile"}):
+    with matplotlib.rc_context(plot_files.STYLE):
         figure = Figure(figsize=(10, 6.4), layout="constrained")
         throughput, first, between, shares = figure.subplots(2, 2).flat
         _throughput(throughput, levels)
@@ -41,10 +32,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             _frame(axes, [level["load"] for level in levels])
         figure.suptitle(f"{_title(report)}\n", x=0.01, ha="left")
         figure.legend(*first.get_legend_handles_labels(), frameon=False, ncols=3, loc="upper right")
-        try:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-        except OSError as error:
-            raise ResourceError(f"cannot write {path}: {error.strerror}") from error
+        plot_files.save(figure, path)
 
 
 def _title(report: Mapping[str, Any]) -> str:
