@@ -278,8 +278,8 @@ MUTATIONS = (
     Mutation(
         "negative logits of seen tokens are divided too",
         "runtime/sampling/penalties.py",
-        "found * factor)",
-        "found / factor)",
+        "changed * factor)",
+        "changed / factor)",
         "tests/runtime/sampling/test_sampling.py",
     ),
     Mutation(

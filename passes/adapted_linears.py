@@ -108,15 +108,15 @@ def _along_axis(node: fx.Node) -> WeightStep:
 
 def weights_read(graph: Graph, node: fx.Node, *, but: str = "") -> set[str]:
     """Names of the weights that the operands of `node` other than `but` are computed from, choices apart."""
-    found: set[str] = set()
+    names: set[str] = set()
     kept = {operand for name, operand in ops.named(node).items() if name == but} if ops.name_of(node.target) else set()
     left = [source for source in node.all_input_nodes if graph.is_weight(source) and source not in kept]
     seen = set(left)
     while left:
         source = left.pop()
         if source.op == "get_attr":
-            found.add(str(source.target))
+            names.add(str(source.target))
         elif ops.name_of(source.target) not in CHOICES:
             left += (fresh := [each for each in source.all_input_nodes if each not in seen])
             seen.update(fresh)
-    return found
+    return names

@@ -27,15 +27,15 @@ def router_linears(graph: Graph) -> set[fx.Node]:
 
 def _last_linears(graph: Graph, values: Iterable[fx.Node]) -> set[fx.Node]:
     """Linears whose results reach one of `values` without passing through another linear."""
-    found: set[fx.Node] = set()
+    linears: set[fx.Node] = set()
     frontier = list(values)
     while frontier:
         node = frontier.pop()
         if ops.name_of(node.target) == "linear":
-            found.add(node)
+            linears.add(node)
         elif not graph.is_weight(node):
             frontier += node.all_input_nodes
-    return found
+    return linears
 
 
 @dataclass(frozen=True)

@@ -28,20 +28,20 @@ def changed_decisions(graph: Graph, after: Graph, said: tuple[str, ...]) -> tupl
     if not decided or (graph.stage, after.stage) != ("raise", "raise"):
         return ()
     told = set(re.findall(r"\w+", " ".join(said)))
-    found: dict[str, str] = {}
+    changes: dict[str, str] = {}
     for node in after.nodes:
         formats = formats_of(node)
         if any(formats.get(part) != format for part, format in decided.get(node.name, {}).items()):
-            found[node.name] = f"now {_text(formats)}"
+            changes[node.name] = f"now {_text(formats)}"
     known, left = {node.name for node in graph.nodes}, {node.name for node in after.nodes}
     made = [node for node in after.calls("linear", "expert_linear") if node.name not in known]
     now = [formats_of(node) for node in made]
     if {} in now:
         gone = [name for name, formats in decided.items() if name not in left and formats not in now]
-        found |= dict.fromkeys(gone, "replaced by linears without it")
+        changes |= dict.fromkeys(gone, "replaced by linears without it")
     return tuple(
         f"node {name}: an earlier pass decided {_text(decided[name])}, {change}"
-        for name, change in found.items()
+        for name, change in changes.items()
         if name not in told
     )
 

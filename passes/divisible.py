@@ -123,157 +123,157 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 def analyse(graph: Graph) -> Divisible:
     """All values of `graph`, with what every operator says of them."""
-    found = Divisible(graph)
+    divisible = Divisible(graph)
     for node in graph.nodes:
         if node.op == "get_attr" or graph.is_weight(node):
             continue
         rule = _RULES.get(ops.name_of(node.target) or "", _whole)
-        rule(found, node)
-    _spread_axes(found)
-    return found
+        rule(divisible, node)
+    _spread_axes(divisible)
+    return divisible
 
 
-def _spread_axes(found: Divisible) -> None:
+def _spread_axes(divisible: Divisible) -> None:
     """Give tied values of as many dimensions the axis that one of them has."""
     alike = nx.Graph()
-    alike.add_nodes_from(found.ties)
-    alike.add_edges_from((a, b) for a, b in found.ties.edges if len(shape(a)) == len(shape(b)))
+    alike.add_nodes_from(divisible.ties)
+    alike.add_edges_from((a, b) for a, b in divisible.ties.edges if len(shape(a)) == len(shape(b)))
     for values in nx.connected_components(alike):
-        known = {found.axes[value] for value in values if value in found.axes}
+        known = {divisible.axes[value] for value in values if value in divisible.axes}
         for value in sorted(values) if len(known) == 1 else ():
-            found.axes[value] = min(known)
+            divisible.axes[value] = min(known)
         for value in sorted(values) if len(known) > 1 else ():
-            found.fix(value, value, "it is read both as heads and as features")
+            divisible.fix(value, value, "it is read both as heads and as features")
 
 
 # ---- rules ------------------------------------------------------------------------------------------
 
 
-def _whole(found: Divisible, node: fx.Node) -> None:
+def _whole(divisible: Divisible, node: fx.Node) -> None:
     kind = ops.name_of(node.target) or node.op
-    for value in (node, *activations(found.graph, node)):
-        found.fix(value, node, f"{kind} works on all features of a row")
+    for value in (node, *activations(divisible.graph, node)):
+        divisible.fix(value, node, f"{kind} works on all features of a row")
 
 
-def _embedding(found: Divisible, node: fx.Node) -> None:
-    found.fix(node, node, "every rank has the whole table")
+def _embedding(divisible: Divisible, node: fx.Node) -> None:
+    divisible.fix(node, node, "every rank has the whole table")
 
 
-def _elementwise(found: Divisible, node: fx.Node) -> None:
-    for operand in activations(found.graph, node):
+def _elementwise(divisible: Divisible, node: fx.Node) -> None:
+    for operand in activations(divisible.graph, node):
         *rows, width = shape(operand)
         if rows != list(shape(node)[:-1]) or width not in (1, shape(node)[-1]):
-            found.fix(operand, node, "its operands have different shapes")
-            found.fix(node, node, "its operands have different shapes")
+            divisible.fix(operand, node, "its operands have different shapes")
+            divisible.fix(node, node, "its operands have different shapes")
         elif width == shape(node)[-1]:
-            found.tie(node, operand)
+            divisible.tie(node, operand)
         elif len(rows) == 3:
-            found.tie(node, operand, HEADS)  # a factor of each head
+            divisible.tie(node, operand, HEADS)  # a factor of each head
         else:
-            found.fix(operand, node, "it is one number for all features")
+            divisible.fix(operand, node, "it is one number for all features")
 
 
-def _by_head(found: Divisible, node: fx.Node) -> None:
+def _by_head(divisible: Divisible, node: fx.Node) -> None:
     """Operators of x [..., H, D] that treat heads alike; of a value [..., F] they need all features."""
     x: fx.Node = ops.operand(node, "x")
-    others = [operand for operand in activations(found.graph, node) if operand is not x]
+    others = [operand for operand in activations(divisible.graph, node) if operand is not x]
     if len(shape(x)) != 4:
-        _whole(found, node)
+        _whole(divisible, node)
         return
-    found.tie(node, x, HEADS)
+    divisible.tie(node, x, HEADS)
     for other in others:
-        found.fix(other, node, "all ranks need it")
+        divisible.fix(other, node, "all ranks need it")
 
 
-def _split_heads(found: Divisible, node: fx.Node) -> None:
-    _heads_of_features(found, node, node, ops.operand(node, "x"))
+def _split_heads(divisible: Divisible, node: fx.Node) -> None:
+    _heads_of_features(divisible, node, node, ops.operand(node, "x"))
 
 
-def _merge_heads(found: Divisible, node: fx.Node) -> None:
-    _heads_of_features(found, node, ops.operand(node, "x"), node)
+def _merge_heads(divisible: Divisible, node: fx.Node) -> None:
+    _heads_of_features(divisible, node, ops.operand(node, "x"), node)
 
 
-def _heads_of_features(found: Divisible, node: fx.Node, heads: fx.Node, features: fx.Node) -> None:
+def _heads_of_features(divisible: Divisible, node: fx.Node, heads: fx.Node, features: fx.Node) -> None:
     """`node` makes one of two values of the same numbers, [..., H, D] and [..., H * D], of the other."""
-    found.tie(heads, features)
-    found.along(heads, HEADS)
-    found.along(features, FEATURES)
-    found.aligned(features, shape(heads)[-1], node, "head")
+    divisible.tie(heads, features)
+    divisible.along(heads, HEADS)
+    divisible.along(features, FEATURES)
+    divisible.aligned(features, shape(heads)[-1], node, "head")
 
 
-def _attention(found: Divisible, node: fx.Node) -> None:
+def _attention(divisible: Divisible, node: fx.Node) -> None:
     q, k, v = (ops.operand(node, name) for name in ("q", "k", "v"))
-    found.tie(node, q, HEADS)
+    divisible.tie(node, q, HEADS)
     count = shape(k)[-2]
     if count == 1:  # all ranks attend to the one key head
         for value in (k, v):
-            found.fix(value, node, "its one key head serves all ranks")
+            divisible.fix(value, node, "its one key head serves all ranks")
         return
-    found.tie(k, v, HEADS)
-    found.heads[k] = count
+    divisible.tie(k, v, HEADS)
+    divisible.heads[k] = count
     if q is not k:
-        found.meetings.add_edge(q, k)
+        divisible.meetings.add_edge(q, k)
 
 
-def _hadamard(found: Divisible, node: fx.Node) -> None:
+def _hadamard(divisible: Divisible, node: fx.Node) -> None:
     x, block = ops.operand(node, "x"), ops.operand(node, "block")
     if block == shape(x)[-1]:
-        _whole(found, node)
+        _whole(divisible, node)
         return
-    found.tie(node, x, FEATURES)
-    found.aligned(x, block, node, "block")
+    divisible.tie(node, x, FEATURES)
+    divisible.aligned(x, block, node, "block")
 
 
-def _quantize_activation(found: Divisible, node: fx.Node) -> None:
+def _quantize_activation(divisible: Divisible, node: fx.Node) -> None:
     given = ops.operands(node)
-    found.tie(node, given.x, FEATURES)
-    _keep_groups(found, node, given.x, activation_format(given.kind), given.group)
+    divisible.tie(node, given.x, FEATURES)
+    _keep_groups(divisible, node, given.x, activation_format(given.kind), given.group)
 
 
-def _keep_groups(found: Divisible, node: fx.Node, x: fx.Node, kind: ActivationFormat, sums: int) -> None:
+def _keep_groups(divisible: Divisible, node: fx.Node, x: fx.Node, kind: ActivationFormat, sums: int) -> None:
     """Keep together the groups of x that share a scale, and those of `sums` codes unless a row has one sum."""
     width = shape(x)[-1]
     if kind.group:
-        found.aligned(x, min(kind.group, width), node, "group")
+        divisible.aligned(x, min(kind.group, width), node, "group")
     if kind.is_integer and 0 < sums < width:
-        found.aligned(x, sums, node, "group")
+        divisible.aligned(x, sums, node, "group")
 
 
-def _summed(found: Divisible, node: fx.Node) -> None:
+def _summed(divisible: Divisible, node: fx.Node) -> None:
     y: fx.Node = ops.operand(node, "y")
-    found.tie(node, y, FEATURES)
-    for other in activations(found.graph, node):
+    divisible.tie(node, y, FEATURES)
+    for other in activations(divisible.graph, node):
         if other is not y:
-            found.fix(other, node, "all ranks need the factors of the slots")
+            divisible.fix(other, node, "all ranks need the factors of the slots")
 
 
-def _product(found: Divisible, node: fx.Node) -> None:
+def _product(divisible: Divisible, node: fx.Node) -> None:
     given, x = ops.operands(node), ops.operand(node, "x")
-    if not found.graph.is_weight(given.weight):
-        _whole(found, node)
+    if not divisible.graph.is_weight(given.weight):
+        _whole(divisible, node)
         return
-    found.readers.setdefault(x, []).append(node)
-    found.along(x, FEATURES)
+    divisible.readers.setdefault(x, []).append(node)
+    divisible.along(x, FEATURES)
     if is_gated(node):
-        found.fix(x, node, "its gate needs whole sums over its inputs")
+        divisible.fix(x, node, "its gate needs whole sums over its inputs")
     if not slices_of(node):
-        found.along(node, FEATURES)
-    for other in activations(found.graph, node):
+        divisible.along(node, FEATURES)
+    for other in activations(divisible.graph, node):
         if other is not x:
-            found.fix(other, node, "all ranks need the choice of experts")
+            divisible.fix(other, node, "all ranks need the choice of experts")
     if ops.has_operand(node, "format") and (group := weight_format(given.format).group):
-        found.aligned(x, min(group, shape(x)[-1]), node, "group")
+        divisible.aligned(x, min(group, shape(x)[-1]), node, "group")
     if ops.name_of(node.target) == "expert_gemm":
-        _keep_groups(found, node, x, activation_format(given.activation), given.group)
+        _keep_groups(divisible, node, x, activation_format(given.activation), given.group)
 
 
-def _slice(found: Divisible, node: fx.Node) -> None:
+def _slice(divisible: Divisible, node: fx.Node) -> None:
     if product_of(node) is not None:
-        found.along(node, FEATURES)
+        divisible.along(node, FEATURES)
     elif len(shape(node)) == 4:
-        found.tie(node, ops.operand(node, "x"), HEADS)  # of each head
+        divisible.tie(node, ops.operand(node, "x"), HEADS)  # of each head
     else:
-        _whole(found, node)
+        _whole(divisible, node)
 
 
 _Rule = Callable[[Divisible, fx.Node], None]

@@ -24,7 +24,7 @@ def flattened(
 
     `table` returns the index of such a source. Unused sources are dropped, and duplicates merged.
     """
-    found: dict[fx.Node, Index] = {}  # a source, and the places of its features
+    starts: dict[fx.Node, Index] = {}  # a source, and the places of its features
     wanted = np.full(len(index), -1)
     start, total = 0, 0
     pieces: list[tuple[fx.Node, Index, Index]] = []
@@ -34,12 +34,12 @@ def flattened(
         pieces += _pieces(source, here, index[here] - start, table)
         start += width
     for source, _, _ in pieces:
-        if source not in found:
-            found[source] = np.arange(total, total + source.meta["val"].shape[-1])
-            total += len(found[source])
+        if source not in starts:
+            starts[source] = np.arange(total, total + source.meta["val"].shape[-1])
+            total += len(starts[source])
     for source, places, features in pieces:
-        wanted[places] = found[source][features]
-    return list(found), wanted
+        wanted[places] = starts[source][features]
+    return list(starts), wanted
 
 
 def _pieces(
@@ -50,13 +50,13 @@ def _pieces(
         return []
     if ops.name_of(source.target) != "gather_features":
         return [(source, places, features)]
-    inner, found, start = table(source)[features], [], 0
+    inner, pieces, start = table(source)[features], [], 0
     for each in ops.operand(source, "sources"):
         width = each.meta["val"].shape[-1]
         here = (inner >= start) & (inner < start + width)
-        found += _pieces(each, places[here], inner[here] - start, table)
+        pieces += _pieces(each, places[here], inner[here] - start, table)
         start += width
-    return found
+    return pieces
 
 
 def trimmed(sources: Sequence[fx.Node], index: Index, cut: Cut) -> tuple[list[fx.Node], Index]:
@@ -101,5 +101,5 @@ def index_weight(graph: Graph, index: Index) -> fx.Node:
 
 def gathered(graph: Graph, sources: Sequence[fx.Node], index: Index) -> fx.Node:
     """gather_features of `sources` at the insertion point of a graph that is past raising."""
-    found, index = flattened(sources, index, table_of(graph))
-    return graph.call("gather_features", found, index_weight(graph, index))
+    flat, index = flattened(sources, index, table_of(graph))
+    return graph.call("gather_features", flat, index_weight(graph, index))

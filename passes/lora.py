@@ -110,8 +110,8 @@ def sites(graph: Graph) -> list[AdaptedLinear]:
 
 def refusals(graph: Graph) -> dict[str, str]:
     """Weights of linears that adapters may not change, and why."""
-    found = sites(graph)
-    known = {site.gemm: site.terms for site in found}
+    linears = sites(graph)
+    known = {site.gemm: site.terms for site in linears}
     refused: dict[str, str] = {}
     for node in graph.calls("gemm", "expert_gemm"):
         if node not in known:
@@ -120,7 +120,7 @@ def refusals(graph: Graph) -> dict[str, str]:
             refused |= dict.fromkeys(sorted(names), _why_not(node, terms))
     for weight, reader in _other_readers(graph, known):
         refused.setdefault(weight, f"{ops.name_of(reader.target)} ({reader.name}) reads it too")
-    for weight, ranges in _row_ranges(found).items():
+    for weight, ranges in _row_ranges(linears).items():
         ends = sorted(ranges)
         if any(first[1] > second[0] for first, second in pairwise(ends)):
             refused[weight] = "several linears share it"
@@ -145,10 +145,10 @@ def _other_readers(graph: Graph, known: dict[fx.Node, list[WeightTerm]]) -> Iter
         yield from ((weight, node) for weight in sorted(read & own))
 
 
-def _row_ranges(found: list[AdaptedLinear]) -> dict[str, list[tuple[float, float]]]:
+def _row_ranges(linears: list[AdaptedLinear]) -> dict[str, list[tuple[float, float]]]:
     """The rows of each weight that linears use: all, or a slice taken before any other change of the outputs."""
     ranges: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for term in (term for site in found for term in site.terms):
+    for term in (term for site in linears for term in site.terms):
         rows = term.outputs[0].rows if term.outputs else None
         ranges[term.weight].append(rows or (0, float("inf")))
     return ranges
@@ -174,10 +174,10 @@ def described(graph: Graph, rank: int) -> adapted.Adapted:
         sides = (tuple(change(step) for step in side) for side in (each.inputs, each.outputs))
         return adapted.AdaptedWeight(each.weight, (rows, columns), *sides)
 
-    found = []
+    descriptions = []
     for site in sites(graph):
         n, k = ops.operand(site.gemm, "weight").meta["val"][0].shape
         x: fx.Node = ops.operand(site.gemm, "x")
         factors = "f32" if x.meta["val"][0].dtype == torch.float32 else "bf16"
-        found.append(adapted.Site(site.gemm.name, k, n, factors, tuple(map(term, site.terms))))
-    return adapted.Adapted(rank, tuple(found), refusals(graph), vectors)
+        descriptions.append(adapted.Site(site.gemm.name, k, n, factors, tuple(map(term, site.terms))))
+    return adapted.Adapted(rank, tuple(descriptions), refusals(graph), vectors)

@@ -167,11 +167,11 @@ def _source(node: fx.Node) -> fx.Node:
 
 def behind_take_rows(graph: Graph) -> set[fx.Node]:
     """The values that exist only for the rows whose logits are requested."""
-    found: set[fx.Node] = set()
+    behind: set[fx.Node] = set()
     for node in graph.fx.nodes:
-        if ops.name_of(node.target) == "take_rows" or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+        if ops.name_of(node.target) == "take_rows" or any(source in behind for source in node.all_input_nodes):
+            behind.add(node)
+    return behind
 
 
 def _fit(buffers: list[_Value]) -> None:

@@ -69,14 +69,14 @@ class _Chooser:
     def __init__(self, graph: Graph, ranks: int, pass_name: str) -> None:
         self.graph, self.ranks, self.pass_name = graph, ranks, pass_name
         self.order = {node: index for index, node in enumerate(graph.fx.nodes)}
-        self.found: Divisible = analyse(graph)
+        self.divisible: Divisible = analyse(graph)
         self.producers: set[fx.Node] = set()
         self.consumers: set[fx.Node] = set()
         self.whole: dict[fx.Node, list[Obstacle]] = {}
 
     def choose(self) -> Regions:
         """All regions in the order of the graph. Raises PassError where sizes do not divide."""
-        together = nx.compose(self.found.ties, self.found.meetings)
+        together = nx.compose(self.divisible.ties, self.divisible.meetings)
         candidates = sorted(nx.connected_components(together), key=lambda c: -max(map(self.order.__getitem__, c)))
         divided = []
         for values in candidates:
@@ -93,11 +93,11 @@ class _Chooser:
         """The region of tied `values`; None, with an obstacle for each of its products, if it cannot be divided."""
         pairs = [(product_of(value), value) for value in values]
         producers = list(dict.fromkeys(product for product, _ in pairs if product is not None))
-        consumers = [node for value in values for node in self.found.readers.get(value, [])]
+        consumers = [node for value in values for node in self.divisible.readers.get(value, [])]
         obstacle = self._obstacle(values, producers, consumers)
         if obstacle is None and consumers:
             shares = self._shares(values)
-            axes = {value: self.found.axes.get(value, FEATURES) for value in values}
+            axes = {value: self.divisible.axes.get(value, FEATURES) for value in values}
             self._check(values, shares, axes)
             obstacle = self._summed_twice(values, shares)
             if obstacle is None:
@@ -112,8 +112,8 @@ class _Chooser:
 
     def _obstacle(self, values: list[fx.Node], producers: list[fx.Node], consumers: list[fx.Node]) -> Obstacle | None:
         for value in values:
-            if value in self.found.fixed:
-                return self.found.fixed[value]
+            if value in self.divisible.fixed:
+                return self.divisible.fixed[value]
         for node in producers:
             if node in self.consumers or node in consumers:
                 return Obstacle(node, "it sums over the ranks' inputs already")
@@ -126,8 +126,8 @@ class _Chooser:
         """The number of shares of each value: the ranks, or the heads of keys and values if there are fewer."""
         shares = dict.fromkeys(values, self.ranks)
         inside = set(values)
-        for tied in nx.connected_components(self.found.ties.subgraph(inside)):
-            heads = {self.found.heads[value] for value in tied if value in self.found.heads}
+        for tied in nx.connected_components(self.divisible.ties.subgraph(inside)):
+            heads = {self.divisible.heads[value] for value in tied if value in self.divisible.heads}
             queries = any(ops.name_of(value.target) == "attention" for value in tied)
             if heads and not queries and max(heads) < self.ranks and self.ranks % max(heads) == 0:
                 shares |= dict.fromkeys(tied, max(heads))
@@ -136,7 +136,7 @@ class _Chooser:
     def _check(self, values: list[fx.Node], shares: dict[fx.Node, int], axes: dict[fx.Node, int]) -> None:
         """Raise PassError if a share would begin within a head, a group or another unit."""
         for value in sorted(values, key=axes.__getitem__):  # heads first: their number says most
-            size, unit = shape(value)[axes[value]], self.found.units.get(value)
+            size, unit = shape(value)[axes[value]], self.divisible.units.get(value)
             if axes[value] == HEADS and size % shares[value]:
                 raise PassError(self.pass_name, value.name, f"its {size} heads do not divide over {self.ranks} ranks")
             if size % (shares[value] * (unit.size if unit else 1)) == 0:
@@ -148,7 +148,7 @@ class _Chooser:
     def _summed_twice(self, values: list[fx.Node], shares: dict[fx.Node, int]) -> Obstacle | None:
         """A product that would sum over values that several ranks have alike."""
         for value in values:
-            for reader in self.found.readers.get(value, []):
+            for reader in self.divisible.readers.get(value, []):
                 if shares[value] < self.ranks:
                     return Obstacle(reader, "it sums over heads that several ranks have")
         return None

@@ -84,12 +84,12 @@ def _largest(graph: Graph) -> dict[str, Tensor]:
     """Largest |x| f32 [K] over calibration text of the input of each linear, by the linear's name."""
     assert graph.calibration is not None
     sweep = Sweep(graph, graph.calibration.excerpt())
-    found: dict[str, Tensor] = {}
+    largest: dict[str, Tensor] = {}
     for node in graph.calls("linear"):
         sweep.advance(node)
         source = ops.operand(node, "x")
-        found[node.name] = torch.stack([x.float().abs().flatten(0, -2).amax(0) for x in sweep.values(source)]).amax(0)
-    return found
+        largest[node.name] = torch.stack([x.float().abs().flatten(0, -2).amax(0) for x in sweep.values(source)]).amax(0)
+    return largest
 
 
 def _order(graph: Graph, space: dataflow.ChannelSpace, largest: dict[str, Tensor]) -> fx.Node:

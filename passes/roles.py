@@ -43,11 +43,11 @@ def sites(graph: Graph) -> tuple[list[LinearSite], int]:
     layers, routers = _Layers(graph), router_linears(graph)
     roles = _Roles(layers).of_linears()
     linears = [node for node in graph.calls(*LINEARS) if node not in routers]
-    found = [
+    listed = [
         LinearSite(node, tuple(roles.get(node, ("other",))), layers.of(node), weight_names(graph, node))
         for node in linears
     ]
-    return found, layers.count
+    return listed, layers.count
 
 
 def weight_names(graph: Graph, node: fx.Node) -> tuple[str, ...]:
@@ -144,14 +144,14 @@ class _Layers:
 
     def _cone(self, mixers: set[fx.Node]) -> set[fx.Node]:
         """What leads to `mixers` from the residual stream, or from other mixers."""
-        found: set[fx.Node] = set()
+        cone: set[fx.Node] = set()
         left = [source for mixer in mixers for source in mixer.all_input_nodes]
         while left:
             node = left.pop()
-            if node not in found and node in self.live and node not in self.stream and node not in mixers:
-                found.add(node)
+            if node not in cone and node in self.live and node not in self.stream and node not in mixers:
+                cone.add(node)
                 left += node.all_input_nodes
-        return found
+        return cone
 
     @cached_property
     def _depth(self) -> dict[fx.Node, int]:
@@ -176,20 +176,20 @@ class _Roles:
 
     def __init__(self, layers: _Layers) -> None:
         self.layers, self.graph = layers, layers.graph
-        self.found: dict[fx.Node, list[str]] = {}
+        self._roles: dict[fx.Node, list[str]] = {}
 
     def of_linears(self) -> dict[fx.Node, list[str]]:
         """The roles of each linear that has any."""
         self._add(sorted(head_linears(self.graph)), "head")
         self._attention()
         for node in self.graph.calls(*LINEARS):
-            if node not in self.found:
+            if node not in self._roles:
                 self._feed_forward(node)
-        return self.found
+        return self._roles
 
     def _add(self, nodes: Iterable[fx.Node], role: str) -> None:
         for node in nodes:
-            roles = self.found.setdefault(node, [])
+            roles = self._roles.setdefault(node, [])
             if role not in roles and not (role == "attention_inner" and roles):
                 roles.append(role)
 
@@ -203,7 +203,7 @@ class _Roles:
                 self._add(self.layers.linears_before(mixer.all_input_nodes), "state")
         for mixer in sorted(self.layers.mixers):
             for node in self.layers.linears_after(mixer):
-                inner = node in self.found or node in self.layers.inputs
+                inner = node in self._roles or node in self.layers.inputs
                 for last in self._absorbing(node) if not inner else ():
                     self._add([last], "output")
                     self._add(self.layers.linears_before([ops.operand(last, "x")]), "attention_inner")

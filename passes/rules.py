@@ -50,10 +50,10 @@ class Rules(Pass):
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
-        found, layers = sites(graph)
+        linears, layers = sites(graph)
         chosen: dict[fx.Node, dict[str, tuple[str, Rule]]] = {}
         for rule in self.rules:
-            for site in selected(rule, found, layers):
+            for site in selected(rule, linears, layers):
                 _choose(chosen.setdefault(site.node, {}), rule, site)
         for node, formats in chosen.items():
             node.meta["precision"] = dict(node.meta.get("precision") or {}) | {k: v for k, (v, _) in formats.items()}
@@ -67,17 +67,17 @@ class Rules(Pass):
                 yield f"node {node.name}: rule {rule.name} matches {names[0]}, but routers of experts stay in f32"
 
 
-def selected(rule: Rule, found: list[LinearSite], layers: int) -> list[LinearSite]:
+def selected(rule: Rule, linears: list[LinearSite], layers: int) -> list[LinearSite]:
     """The linears that a rule selects, of all. Raises UsageError if there are none."""
     numbers = rule.numbers(layers)
     roles = {each for role in rule.roles for each in GROUPS.get(role, (role,))}
     chosen = [
         site
-        for site in found
+        for site in linears
         if site.layer in numbers and (not roles or roles & set(site.roles)) and _named(rule, site.names)
     ]
     if not chosen:
-        raise UsageError(f"rule {rule.name} selects no linear{_hint(rule, found, layers)}")
+        raise UsageError(f"rule {rule.name} selects no linear{_hint(rule, linears, layers)}")
     return chosen
 
 
@@ -86,11 +86,11 @@ def _named(rule: Rule, names: Iterable[str]) -> bool:
     return not rule.names or any(fnmatchcase(name, glob) for name in names for glob in rule.names)
 
 
-def _hint(rule: Rule, found: list[LinearSite], layers: int) -> str:
+def _hint(rule: Rule, linears: list[LinearSite], layers: int) -> str:
     """What there is instead of what a rule asks for."""
-    roles = dict.fromkeys(role for site in found for role in site.roles)
-    if rule.names and not any(_named(rule, site.names) for site in found):
-        names = [name for site in found for name in site.names]
+    roles = dict.fromkeys(role for site in linears for role in site.roles)
+    if rule.names and not any(_named(rule, site.names) for site in linears):
+        names = [name for site in linears for name in site.names]
         near = suggestion(rule.names[0], names) or (f"; the first is {names[0]}" if names else "")
         return f": no weight of a linear is called {', '.join(rule.names)}{near}"
     return f": the model has {layers} layers and the roles {', '.join(roles)} (see `qcompile recipes FILE --model`)"

@@ -42,18 +42,18 @@ class Shard(Pass):
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
-        found = regions(graph, self.ranks, self.name)
+        divisions = regions(graph, self.ranks, self.name)
         rewriter = RankRewriter(graph, self.ranks, self.rank)
-        for region in found.divided:
+        for region in divisions.divided:
             rewriter.divide(region)
         rewriter.finish()
-        add_sums(graph, [node for region in found.divided for node in region.consumers], self.ranks)
+        add_sums(graph, [node for region in divisions.divided for node in region.consumers], self.ranks)
         graph.infer([node.meta["val"] for node in graph.inputs])
         graph.erase_dead()
-        divided = {node for region in found.divided for node in (*region.producers, *region.consumers)}
+        divided = {node for region in divisions.divided for node in (*region.producers, *region.consumers)}
         notes = [
             f"node {node.name}: every rank computes all of it: "
             + "; ".join(f"node {obstacle.node.name}: {obstacle.reason}" for obstacle in obstacles)
-            for node, obstacles in found.whole.items()
+            for node, obstacles in divisions.whole.items()
         ]
         return PassResult(graph, len(divided), tuple(notes))

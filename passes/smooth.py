@@ -85,15 +85,15 @@ def _measured(graph: Graph, norms: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         return {}
     sweep = Sweep(graph, graph.calibration.excerpt())
     order = {node: index for index, node in enumerate(graph.nodes)}
-    found = {}
+    measured = {}
     first = {norm: min(norm.users, key=order.__getitem__) for norm in norms}
     for norm in sorted(norms, key=lambda norm: order[first[norm]]):
         sweep.advance(first[norm])
         largest = torch.stack([value.float().abs().flatten(0, -2).amax(0) for value in sweep.values(norm)])
         name = f"smooth.{norm.name}.inputs"
         graph.weights.add_tensor(name, largest.amax(0))
-        found[norm] = graph.weight(name)
-    return found
+        measured[norm] = graph.weight(name)
+    return measured
 
 
 def _smooth_input(graph: Graph, norm: fx.Node, measured: fx.Node | None, alpha: float) -> None:

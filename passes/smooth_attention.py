@@ -82,15 +82,15 @@ def _measured(graph: Graph) -> dict[fx.Node, fx.Node]:
     if graph.calibration is None:
         return {}
     sweep = Sweep(graph, graph.calibration.excerpt())
-    found = {}
+    measured = {}
     for node in graph.calls("attention"):
         key = ops.operand(node, "k")
         sweep.advance(node)
         squares = torch.stack([value.float().square().mean((0, 1)) for value in sweep.values(key)])  # [samples, Hk, D]
         name = f"smooth_attention.{node.name}.keys"
         graph.weights.add_tensor(name, squares.mean(0).sqrt().flatten())
-        found[node] = graph.weight(name)
-    return found
+        measured[node] = graph.weight(name)
+    return measured
 
 
 def _chain(value: Any) -> list[fx.Node]:

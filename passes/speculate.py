@@ -92,5 +92,5 @@ def _logits(graph: Graph) -> Tensor:
         ids = torch.randint(0, graph.info.vocab_size, (1, min(TOKENS, graph.info.max_position)), generator=drawn)
     inputs = [ids, torch.arange(ids.shape[1])[None]][: len(graph.inputs)]
     with torch.no_grad():
-        found: Tensor = graph.run(*inputs, dtype=torch.float32)
-    return found
+        logits: Tensor = graph.run(*inputs, dtype=torch.float32)
+    return logits

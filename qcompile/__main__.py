@@ -81,8 +81,8 @@ def app(only: str | None = None) -> typer.Typer:
 def _function(place: str) -> Callable[..., None]:
     """The function of a command, by its module in the command line's package and its name."""
     module, _, function = place.partition(".")
-    found: Callable[..., None] = getattr(import_module(f"qcompile.cli.{module}"), function)
-    return found
+    command: Callable[..., None] = getattr(import_module(f"qcompile.cli.{module}"), function)
+    return command
 
 
 if __name__ == "__main__":

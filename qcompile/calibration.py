@@ -253,8 +253,8 @@ def read_documents(path: str | Path) -> list[str]:
         raise UsageError(f"cannot read calibration text {path}: {error.strerror}") from error
     if "\0" in whole:
         raise UsageError(f"calibration text {path} is not text: it holds zero bytes")
-    found = texts.documents(whole, f"calibration text {path}")
-    return [whole] if found is None else found
+    documents = texts.documents(whole, f"calibration text {path}")
+    return [whole] if documents is None else documents
 
 
 def _check_form(path: Path) -> None:

@@ -171,8 +171,8 @@ def build(  # parameters: the public interface, one keyword for each option
 def _build_report(path: Path, planned: CompilationPlan, clock: Clock) -> BuildReport:
     of_drafts = {draft.name: tuple(draft.passes) for draft in planned.drafts}
     info, bits_per_weight = planned.graphs[-1].info, planned.bits_per_weight
-    found = info.left_out, info.max_position, info.stated_position, info.remarks
-    return BuildReport(path, tuple(planned.passes), clock.seconds, bits_per_weight, of_drafts, *found)
+    facts = info.left_out, info.max_position, info.stated_position, info.remarks
+    return BuildReport(path, tuple(planned.passes), clock.seconds, bits_per_weight, of_drafts, *facts)
 
 
 def plan(  # parameters: the arguments of `build` that decide what is compiled

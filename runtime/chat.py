@@ -81,10 +81,10 @@ def closing_tokens(render: Render, tokenizer: Tokenizer | None) -> list[int]:
         text = render([{"role": role, "content": content} for role, content in roles])
     except UsageError:  # it takes other conversations only
         return []
-    _, found, rest = text.partition(_REPLY)
+    _, reply_mark, rest = text.partition(_REPLY)
     rest = rest.lstrip()
     added = tokenizer.get_added_tokens_decoder()
-    fitting = [token for token, each in added.items() if found and rest.startswith(each.content)]
+    fitting = [token for token, each in added.items() if reply_mark and rest.startswith(each.content)]
     return [max(fitting, key=lambda token: len(added[token].content))] if fitting else []
 
 

@@ -207,14 +207,14 @@ class DialogueFormat:
             raise UsageError(f"reasoning_effort must be one of {', '.join(_EFFORTS)}, not {shown(effort)}")
         if effort is None:
             return {}
-        found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in self._reads}
+        switches: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in self._reads}
         if _EFFORT in self._reads and (effort != "none" or self._knows_none):
-            found[_EFFORT] = effort
+            switches[_EFFORT] = effort
         reasons = self._tags is not None or self.several_messages
-        if not found and (reasons or effort != "none"):
+        if not switches and (reasons or effort != "none"):
             what = "cannot turn reasoning off" if effort == "none" else "reads no such variable"
             raise UsageError(f"reasoning_effort {shown(effort)}: the chat template {what}")
-        return found
+        return switches
 
     @property
     def _knows_none(self) -> bool:

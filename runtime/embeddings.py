@@ -59,10 +59,10 @@ class EmbeddingOptions:
     def embeddings(self, engine: PoolingEngine, texts: Sequence[Sequence[int]]) -> FloatArray:
         """Embeddings [texts, dimensions] of texts (tokens). Raises OverflowedError where numbers are not finite."""
         self.check(engine)
-        found = engine.pooled(texts, self.pooling)[:, : self.dimensions]
-        if not np.isfinite(found).all():
+        pooled = engine.pooled(texts, self.pooling)[:, : self.dimensions]
+        if not np.isfinite(pooled).all():
             raise OverflowedError
         if self.normalize:
-            lengths = np.sqrt(np.einsum("ij,ij->i", found, found, dtype=np.float64))[:, None]
-            found = (found / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-        return found
+            lengths = np.sqrt(np.einsum("ij,ij->i", pooled, pooled, dtype=np.float64))[:, None]
+            pooled = (pooled / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+        return pooled

@@ -59,10 +59,10 @@ def read_documents(path: str | Path) -> list[str]:
         whole = texts.read(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    found = texts.documents(whole, str(path))
-    if found is None and whole.strip():
+    documents = texts.documents(whole, str(path))
+    if documents is None and whole.strip():
         raise UsageError(f'{path} line {texts.lines(whole)[0][0]}: not a JSON object with a "text" in Unicode')
-    return found or []
+    return documents or []
 
 
 def token_stream(tokenizer: Tokenizer, documents: Sequence[str], bos: int, most: int | None = None) -> list[int]:

@@ -20,9 +20,9 @@ def sampling_defaults(root: Path, files: dict[str, Any]) -> dict[str, Any]:
     values that SamplingParams refuses.
     """
     config = json_object(root, files, NAME)
-    found = {name: config[name] for name in _FIELDS if config.get(name) is not None}
+    defaults = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     try:
-        SamplingParams(**found)
+        SamplingParams(**defaults)
     except UsageError as error:
         raise UsageError(f'{root / NAME}: {error}; generation_config "none" ignores the file') from error
-    return found
+    return defaults

@@ -28,13 +28,13 @@ def infill_tokens(tokenizer: Tokenizer | None, prefixes: Sequence[object], suffi
     if tokenizer is None or marks is None:
         raise UsageError("suffix is not supported by this model: its tokenizer has no tokens for a text's middle")
     before, between, after = marks
-    found = []
+    tokens = []
     for prefix in prefixes:
         if not isinstance(prefix, str):
             raise UsageError("suffix is for prompts of text")
         texts = [encode(tokenizer, text, special=False) for text in (prefix, suffix)]
-        found.append([*encode(tokenizer, ""), before, *texts[0], between, *texts[1], after])
-    return found
+        tokens.append([*encode(tokenizer, ""), before, *texts[0], between, *texts[1], after])
+    return tokens
 
 
 def _marks(tokenizer: Tokenizer | None) -> list[int] | None:

@@ -178,8 +178,8 @@ def _read_and_check(root: Path, files: dict[str, dict[str, Any]], destinations: 
     """Read and hash every file, the largest first, into its buffer in `destinations` if it has one."""
     by_size = sorted(files, key=lambda name: -int(files[name]["bytes"]))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = pool.map(lambda name: file_problem(root, name, files[name], destinations.get(name)), by_size)
-        problems = [problem for problem in found if problem]
+        results = pool.map(lambda name: file_problem(root, name, files[name], destinations.get(name)), by_size)
+        problems = [problem for problem in results if problem]
     if problems:
         raise damaged(root, problems)
 

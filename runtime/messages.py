@@ -36,8 +36,8 @@ class MessageStream:
         """The message so far. One that only calls tools has no content; an empty one has empty content."""
         content = self._message["content"]
         calls = [call | {"function": dict(call["function"])} for call in self._message.get("tool_calls", ())]
-        found = self._message | {"content": content if content is not None or calls else ""}
-        return found | {"tool_calls": calls} if calls else found
+        content_message = self._message | {"content": content if content is not None or calls else ""}
+        return content_message | {"tool_calls": calls} if calls else content_message
 
     def push(self, text: str, ended: bool = False) -> dict[str, Any]:
         """Add further text, and with `ended` all that was held back. Returns the delta; empty if nothing is certain."""

@@ -52,14 +52,14 @@ class Renderer:
             raise ResourceError("too many conversations wait for the chat template: try again later")
         try:
             with self._lock:
-                found = self._running().ask(line, SECONDS)
+                answer = self._running().ask(line, SECONDS)
         except EndedError as error:
             raise TemplateError(str(error)) from None
         finally:
             self._places.release()
-        if "error" in found:
-            raise TemplateError(" ".join(found["error"].split())[:_MESSAGE])
-        return found
+        if "error" in answer:
+            raise TemplateError(" ".join(answer["error"].split())[:_MESSAGE])
+        return answer
 
     def _running(self) -> Worker:
         """The process that renders; a new one if the last has ended, or belongs to the parent of this process."""

@@ -164,10 +164,10 @@ def main(memory: int, seconds: int) -> None:
             asked = json.loads(line)
             if "templates" in asked:
                 templates = Templates(asked["templates"])
-                found: dict[str, Any] = {}
+                answer: dict[str, Any] = {}
             else:
-                found = _answer(templates, asked)
-            written = json.dumps(found)
+                answer = _answer(templates, asked)
+            written = json.dumps(answer)
         except MemoryError:
             written = json.dumps({"error": f"it needs more than {memory >> 20} MiB of memory"})
         except Exception as error:  # a template can raise whatever Python's operators raise

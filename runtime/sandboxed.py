@@ -73,8 +73,8 @@ class Worker:
             except OSError as error:
                 self._end()
                 raise EndedError("its process has ended") from error
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        result: dict[str, Any] = json.loads(answer)
+        return result
 
     def _read(self) -> bytes:
         part = self._socket.recv(1 << 16)

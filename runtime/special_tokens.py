@@ -27,13 +27,13 @@ def json_object(root: Path, files: dict[str, Any], name: str) -> dict[str, Any]:
     if content is None:
         return {}
     try:
-        found = json.loads(content)
-        json.dumps(found, ensure_ascii=False).encode()  # half a character is no text to any tokenizer
+        value = json.loads(content)
+        json.dumps(value, ensure_ascii=False).encode()  # half a character is no text to any tokenizer
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{root / name} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ArtifactError(f"{root / name} holds a JSON {type(found).__name__} where an object belongs")
-    return found
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{root / name} holds a JSON {type(value).__name__} where an object belongs")
+    return value
 
 
 def special_tokens(root: Path, files: dict[str, Any]) -> dict[str, str]:

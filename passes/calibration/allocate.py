@@ -41,14 +41,14 @@ def ranked(scores: Sequence[Tensor], inputs: Sequence[int], peaks: Peaks, tokens
 
     Times are predicted for a step of `tokens` rows on a machine with `peaks`.
     """
-    found = []
+    blocks = []
     for number, (score, k) in enumerate(zip(scores, inputs, strict=True)):
         order = torch.argsort(score, descending=True, stable=True)
         us = _extra_us(k, peaks, tokens)
         for rows in order.split(ROW_BLOCK):
             bits = (WIDE_BITS - NARROW_BITS) * k * len(rows)
-            found.append(Block(number, rows, float(score[rows].double().sum()), us, bits))
-    return sorted(found, key=lambda block: -block.salience / block.us)
+            blocks.append(Block(number, rows, float(score[rows].double().sum()), us, bits))
+    return sorted(blocks, key=lambda block: -block.salience / block.us)
 
 
 def _extra_us(k: int, peaks: Peaks, tokens: int) -> float:

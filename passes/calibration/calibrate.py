@@ -70,15 +70,15 @@ class Calibrate(Pass):
 
 def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
     """Weights (quantize_* nodes) whose codes are to be chosen, each with its first gemm, in graph order."""
-    found: dict[fx.Node, fx.Node] = {}
+    targets: dict[fx.Node, fx.Node] = {}
     for gemm in graph.calls("gemm", "expert_gemm"):
         weight: fx.Node = ops.operand(gemm, "weight")
         if ops.name_of(weight.target) == "upper_nibble":
             weight = ops.operand(weight, "weight")
         format = format_of(weight)
         if format and format.calibrated and ops.operand(weight, "codes") is None:  # else codes were chosen already
-            found.setdefault(weight, gemm)
-    return found
+            targets.setdefault(weight, gemm)
+    return targets
 
 
 def format_of(weight: fx.Node) -> WeightFormat | None:

@@ -91,9 +91,9 @@ def trusted(moments: Tensor, tokens: int) -> Tensor:
     `tokens` is less than K, and like K² / tokens tokens above that.
     """
     share = belief(len(moments), tokens)
-    found = share * moments
-    found.diagonal().add_((1 - share) * moments.diagonal().mean())
-    return found
+    moved = share * moments
+    moved.diagonal().add_((1 - share) * moments.diagonal().mean())
+    return moved
 
 
 def _energy(error: Tensor, hessian: Tensor) -> float:
@@ -169,8 +169,8 @@ def descended(w: Tensor, values: Tensor, hessian: Tensor, grid: Grid, damping: f
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     matrix = hessian[order][:, order]
     matrix.diagonal().add_(damping * (float(matrix.diagonal().mean()) or 1.0))
-    whole, found = w.T[order].contiguous(), values.T[order].contiguous()  # [K, N]
-    pull = matrix @ (whole - found)  # minus half the gradient of the error
+    whole, rounded = w.T[order].contiguous(), values.T[order].contiguous()  # [K, N]
+    pull = matrix @ (whole - rounded)  # minus half the gradient of the error
     groups = order.div(grid.group, rounding_mode="floor").tolist()
     sides = [part.T.contiguous() for part in (grid.step, grid.zero, grid.low, grid.high)]  # [groups, N]
     for _ in range(sweeps):
@@ -181,17 +181,17 @@ def descended(w: Tensor, values: Tensor, hessian: Tensor, grid: Grid, damping: f
             for i in range(start, stop):
                 step, zero, low, high = (part[groups[i]] for part in sides)
                 limits = grid.limits(whole[i], step, zero, low, high)
-                better = grid.nearest(found[i] + pull[i] / matrix[i, i], step, zero, *limits)
-                torch.sub(better, found[i], out=moves[i - start])
-                found[i] = better
+                better = grid.nearest(rounded[i] + pull[i] / matrix[i, i], step, zero, *limits)
+                torch.sub(better, rounded[i], out=moves[i - start])
+                rounded[i] = better
                 pull[start:stop].addr_(matrix[start:stop, i], moves[i - start], alpha=-1)
             for others in (slice(0, start), slice(stop, k)):
                 pull[others].addmm_(matrix[others, start:stop], moves, alpha=-1)
             changed += int(moves.count_nonzero())
         if changed <= _SETTLED * w.numel():
             break
-    result = torch.empty_like(found)
-    result[order] = found
+    result = torch.empty_like(rounded)
+    result[order] = rounded
     return result.T.contiguous()
 
 

@@ -33,26 +33,26 @@ def stretches(graph: Graph) -> list[list[fx.Node]]:
     nodes = [node for node in graph.nodes if node.op == "call_function" and not graph.is_weight(node)]
     last = {source: index for index, node in enumerate(nodes) for source in node.all_input_nodes}
     last |= dict.fromkeys(graph.output.all_input_nodes, len(nodes))
-    found: list[list[fx.Node]] = [[]]
+    stretched: list[list[fx.Node]] = [[]]
     alive: set[fx.Node] = set()
     for index, node in enumerate(nodes):
-        found[-1].append(node)
+        stretched[-1].append(node)
         alive = {value for value in (*alive, node) if last.get(value, -1) > index}
         if alive == {node} and index + 1 < len(nodes):
-            found.append([])
-    return _joined(found)
+            stretched.append([])
+    return _joined(stretched)
 
 
 def _joined(parts: list[list[fx.Node]]) -> list[list[fx.Node]]:
     """Join stretches without a linear with the next one."""
-    found: list[list[fx.Node]] = []
+    joined: list[list[fx.Node]] = []
     waiting: list[fx.Node] = []
     for part in parts:
         waiting = waiting + part
         if any(ops.name_of(node.target) in LINEARS for node in part):
-            found.append(waiting)
+            joined.append(waiting)
             waiting = []
-    return [*found, waiting] if waiting else found
+    return [*joined, waiting] if waiting else joined
 
 
 LINEARS = ("linear", "gated_linear")
@@ -151,15 +151,15 @@ class _Batch:
         """Gradients of all samples at a stretch's entry, given those at its end, which may be overwritten."""
         self.weights = {}
         changes = self._changes(part, [_at(entry, i) for i in range(min(self.seen, len(self.tokens)))])
-        found: Shelf | None = None
+        shelf: Shelf | None = None
         for i in range(len(self.tokens)):
             slope = self._back(part, i, _at(entry, i), slopes.get(i) if slopes else None, changes)
             if slope is not None:
-                found = found or Shelf(slope, len(self.tokens), list(slopes.parts) if slopes else [])
-                found.put(i, slope)
+                shelf = shelf or Shelf(slope, len(self.tokens), list(slopes.parts) if slopes else [])
+                shelf.put(i, slope)
             self.work()
         memory.give_back()
-        return found
+        return shelf
 
     @torch.no_grad()
     def _changes(self, part: list[fx.Node], entries: list[Values]) -> dict[fx.Node, Tensor]:
@@ -171,11 +171,11 @@ class _Batch:
             for source, x in {ops.operand(node, "x"): outputs[node][0].flatten(0, -2) for node in linears}.items():
                 squares[source] = x.T @ x if source not in squares else squares[source].addmm_(x.T, x)
         count = len(entries) * self.tokens.shape[1]
-        found = {}
+        changes = {}
         for node in linears:
             moments = gptq.trusted(squares[ops.operand(node, "x")] / count, count) if squares else None
-            found[node] = self.deltas[node](self._weight(ops.operand(node, "weight")), moments)
-        return found
+            changes[node] = self.deltas[node](self._weight(ops.operand(node, "weight")), moments)
+        return changes
 
     def _back(
         self, part: list[fx.Node], sample: int, entry: Values, gradient: Tensor | None, changes: dict[fx.Node, Tensor]
@@ -188,12 +188,12 @@ class _Batch:
             if gradient is None:
                 end = torch.nn.functional.cross_entropy(end[0, :-1].float(), self.tokens[sample, 1:])
             wanted: list[Tensor] = [*entry.values(), *(y for _, y in outputs.values())]
-            found = torch.autograd.grad(end, wanted, gradient) if wanted else ()
+            gradients = torch.autograd.grad(end, wanted, gradient) if wanted else ()
         with torch.no_grad():
-            for (node, (x, _)), slope in zip(outputs.items(), found[len(entry) :], strict=True):
+            for (node, (x, _)), slope in zip(outputs.items(), gradients[len(entry) :], strict=True):
                 moved = torch.nn.functional.linear(x, changes[node])  # [1, tokens, N]
                 self.results[node][sample] = (moved * slope).sum((0, 1))
-        return found[0] if entry else None
+        return gradients[0] if entry else None
 
     def _stretch(
         self, part: list[fx.Node], sample: int, entry: Values, watched: Any

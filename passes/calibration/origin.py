@@ -76,9 +76,9 @@ def restoring(values: list[Parts], exact: list[Parts], damping: float) -> Tensor
                 half.add(*rows)
     if not all(half.tokens for half in halves):
         return torch.eye(k)
-    found = [half.solved(damping) for half in halves]
-    confirmed = sum(float((way * other.drift).sum()) for way, other in zip(found, halves[::-1], strict=True))
-    taken = sum(float(((way @ other.moments) * way).sum()) for way, other in zip(found, halves[::-1], strict=True))
+    solutions = [half.solved(damping) for half in halves]
+    confirmed = sum(float((way * other.drift).sum()) for way, other in zip(solutions, halves[::-1], strict=True))
+    taken = sum(float(((way @ other.moments) * way).sum()) for way, other in zip(solutions, halves[::-1], strict=True))
     share = min(1.0, confirmed / taken) if confirmed > 0 else 0.0
     if not share:
         return torch.eye(k)

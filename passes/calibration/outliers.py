@@ -42,13 +42,13 @@ def compare(graphs: Sequence[Graph]) -> Figures:
 def measure(graph: Graph, tokens: Tensor) -> dict[str, list[float]]:
     """Unevenness of channels by kind and layer of a `graph` in floating point over whole sequences."""
     places = _places(graph)
-    found: dict[str, dict[int, float]] = {KEYS: {}, BLOCKS: {}, OUTPUTS: {}}
+    measured: dict[str, dict[int, float]] = {KEYS: {}, BLOCKS: {}, OUTPUTS: {}}
     sweep = Sweep(graph, tokens)
     for node, (kind, layer, source) in places.items():
         sweep.advance(node)
         far = _unevenness(sweep.values(source))
-        found[kind][layer] = max(far, found[kind].get(layer, 0.0))
-    return {kind: [layers[layer] for layer in sorted(layers)] for kind, layers in found.items()}
+        measured[kind][layer] = max(far, measured[kind].get(layer, 0.0))
+    return {kind: [layers[layer] for layer in sorted(layers)] for kind, layers in measured.items()}
 
 
 def _unevenness(values: list[Tensor]) -> float:
@@ -62,17 +62,17 @@ def _places(graph: Graph) -> dict[fx.Node, tuple[str, int, fx.Node]]:
     attentions = graph.calls("attention")
     feeding = {linear: layer for layer, node in enumerate(attentions) for linear in _linears_behind(node)}
     heads = set(_linears_behind(graph.output))
-    found: dict[fx.Node, tuple[str, int, fx.Node]] = {}
+    places: dict[fx.Node, tuple[str, int, fx.Node]] = {}
     layer = 0
     for node in graph.nodes:
         if node in attentions:
             layer = attentions.index(node)
-            found[node] = (KEYS, layer, ops.operand(node, "k"))
+            places[node] = (KEYS, layer, ops.operand(node, "k"))
         elif ops.name_of(node.target) in _LINEARS and node not in heads:
             x = ops.operand(node, "x")
             kind = BLOCKS if ops.name_of(_before_rotation(x).target) in ops.NORMS else OUTPUTS
-            found[node] = (kind, feeding.get(node, layer), x)
-    return found
+            places[node] = (kind, feeding.get(node, layer), x)
+    return places
 
 
 def _before_rotation(value: fx.Node) -> fx.Node:
@@ -82,7 +82,7 @@ def _before_rotation(value: fx.Node) -> fx.Node:
 
 def _linears_behind(node: fx.Node) -> list[fx.Node]:
     """Linears whose results reach `node` without passing through another linear, an attention or an add."""
-    found, seen, frontier = [], {node}, list(node.all_input_nodes)
+    linears, seen, frontier = [], {node}, list(node.all_input_nodes)
     while frontier:
         source = frontier.pop()
         if source in seen:
@@ -90,7 +90,7 @@ def _linears_behind(node: fx.Node) -> list[fx.Node]:
         seen.add(source)
         kind = ops.name_of(source.target)
         if kind in _LINEARS:
-            found.append(source)
+            linears.append(source)
         elif kind not in ("attention", "add"):
             frontier += source.all_input_nodes
-    return found
+    return linears

@@ -42,8 +42,8 @@ class Shelf:
 
     def get(self, sample: int) -> Any:
         """A sample's value, as a view."""
-        found = [room[sample] for room in self.parts]
-        return found[0] if self._single else found
+        tensors = [room[sample] for room in self.parts]
+        return tensors[0] if self._single else tensors
 
 
 def _allocation(part: Tensor, samples: int, spare: list[Tensor]) -> Tensor:
@@ -103,8 +103,8 @@ class Sweep:
             if sample == 0:
                 dead = [node for node in self._shelves if node not in values]
                 spare = [part for node in dead if node not in self._borrowed for part in self._shelves[node].parts]
-                found = [node for node in values if node not in self._shelves and node.op == "call_function"]
-                born = {node: Shelf(values[node], len(self._tokens), spare) for node in found}
+                computed = [node for node in values if node not in self._shelves and node.op == "call_function"]
+                born = {node: Shelf(values[node], len(self._tokens), spare) for node in computed}
             for node, shelf in born.items():
                 shelf.put(sample, values[node])
         for node in dead:

@@ -84,11 +84,11 @@ def fewest(most: int, limit: float, increase: Callable[[int], float]) -> tuple[i
     least = increase(0)
     if least <= limit:
         return 0, least
-    low, high, found = 0, most, increase(most)
-    if found > limit:
+    low, high, best = 0, most, increase(most)
+    if best > limit:
         raise QualityError(
             f"max-perplexity-increase {limit:g} cannot be kept: "
-            f"8 bits wherever they may be raise perplexity by {found:.4f} on held-back calibration text"
+            f"8 bits wherever they may be raise perplexity by {best:.4f} on held-back calibration text"
         )
     for _ in range(TRIALS):
         middle = round(((low**0.5 + high**0.5) / 2) ** 2)
@@ -96,7 +96,7 @@ def fewest(most: int, limit: float, increase: Callable[[int], float]) -> tuple[i
             break
         tried = increase(middle)
         if tried <= limit:
-            high, found = middle, tried
+            high, best = middle, tried
         else:
             low = middle
-    return high, found
+    return high, best

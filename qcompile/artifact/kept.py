@@ -125,10 +125,10 @@ def place(name: str, key: Mapping[str, Any]) -> KeptArtifact:
 def places() -> list[KeptArtifact]:
     """The places of all kept artifacts, and of those that are being built; the last used first."""
     try:
-        found = [KeptArtifact(folder) for folder in _root().iterdir() if folder.is_dir()]
+        artifacts = [KeptArtifact(folder) for folder in _root().iterdir() if folder.is_dir()]
     except OSError:
         return []
-    return sorted(found, key=lambda one: (-one.last_used, one.folder))
+    return sorted(artifacts, key=lambda one: (-one.last_used, one.folder))
 
 
 def remove_unfinished() -> None:

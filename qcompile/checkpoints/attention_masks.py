@@ -69,14 +69,14 @@ def rehearsed(passes: Iterable[tuple[int | None, Callable[[], Any]]]) -> Iterato
 
     With the number of tokens of a pass, its masks are proved for so many; else for the model's context.
     """
-    rehearsal, found = Rehearsal(), []
+    rehearsal, every = Rehearsal(), []
     _rehearsals.append(rehearsal)
     try:
         for tokens, run in passes:
             rehearsal.masks, rehearsal.tokens = [], tokens
             run()
-            found.append(rehearsal.masks)
-        if any(masks != found[0] for masks in found):
+            every.append(rehearsal.masks)
+        if any(masks != every[0] for masks in every):
             raise UnsupportedError("attention mask depends on the number of sequences or tokens")
         rehearsal.known = True
         yield

@@ -98,12 +98,12 @@ def trace_all(
     first: ExportedProgram | None = None
     waiting: list[dict[Condition, bool]] = [{}]
     for _ in range(MOST_TRACES):
-        forced, found = waiting.pop(), set[Condition]()
-        program = trace(forced, found)
+        forced, met = waiting.pop(), set[Condition]()
+        program = trace(forced, met)
         first = first or program
         if not state.alike(first, program):
             raise UnsupportedError(f"{name} computes its values in another way for long sequences than for short ones")
-        for condition in found - forced.keys():
+        for condition in met - forced.keys():
             waiting.append(forced | {condition: True})
             forced = forced | {condition: False}
         if not waiting:

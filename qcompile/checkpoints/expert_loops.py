@@ -106,9 +106,9 @@ class ExpertLoops(TorchFunctionMode):
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """The result of a function."""
         if self._loop is not None and name == "__getitem__" and self._loop.is_number(args[1]):
-            found = self._of_number(self._loop.choice, args[0])
-            if found is not None:
-                return found
+            number = self._of_number(self._loop.choice, args[0])
+            if number is not None:
+                return number
         if name == "one_hot" and len(args) + len(kwargs) == 2:
             return self._one_hot(func, args, kwargs)
         given = (
@@ -159,9 +159,9 @@ class ExpertLoops(TorchFunctionMode):
         """A function of tensors of a loop."""
         first = self._of(args[0]) if args else None
         if first is not None and first.kind in ("mask", "by expert", "counts", "over none", "hits"):
-            found = self._search(func, name, first, args, kwargs)
-            if found is not None:
-                return found
+            result = self._search(func, name, first, args, kwargs)
+            if result is not None:
+                return result
         if name == "__getitem__" and (item := self._item(args[0], args[1], first)) is not None:
             return item
         known = first or next(k for item in tree_flatten((args, kwargs))[0] if (k := self._of(item)))

@@ -212,8 +212,10 @@ def _export(module: Any, most: int) -> ExportedProgram:
         with mode:
             ids = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
 
-        def trace(forced: Mapping[Condition, bool], found: set[Condition]) -> ExportedProgram:
-            decide = functools.partial(Branches, context=context_length(module.config), forced=forced, open=found)
+        def trace(forced: Mapping[Condition, bool], open_conditions: set[Condition]) -> ExportedProgram:
+            decide = functools.partial(
+                Branches, context=context_length(module.config), forced=forced, open=open_conditions
+            )
             return export(functools.partial(_Logits, module, decide), ids, module.config.model_type, most)
 
         try:

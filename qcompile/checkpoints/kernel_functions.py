@@ -56,9 +56,9 @@ def replaced(module: nn.Module) -> Iterator[None]:
     kept: list[tuple[dict[str, Any], str, Any]] = []
     for space in (vars(sys.modules[name]) for name in sorted(spaces) if name in sys.modules):
         for name, value in space.items():
-            if (found := _marked(value)) is not None and found[0] in KERNELS:
+            if (marked := _marked(value)) is not None and marked[0] in KERNELS:
                 kept.append((space, name, value))
-                space[name] = _substitute(*found)
+                space[name] = _substitute(*marked)
     try:
         yield
     finally:
@@ -121,9 +121,9 @@ def _prove(kernel: str, known: KernelFunction, function: Callable[..., Any], giv
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
         for batch, tokens in ((2, 7), (2, 2 * chunk + 6)):  # within a chunk, and over two borders of chunks
             inputs = _random(known, given, {"B": batch, "T": tokens})
-            expected, found = (_first(run(**inputs)) for run in (function, known.replacement))
-            alike = expected.shape == found.shape and bool(expected.isfinite().all())
-            if not alike or bool((expected - found).abs().max() > ALIKE * expected.abs().max()):
+            expected, replaced = (_first(run(**inputs)) for run in (function, known.replacement))
+            alike = expected.shape == replaced.shape and bool(expected.isfinite().all())
+            if not alike or bool((expected - replaced).abs().max() > ALIKE * expected.abs().max()):
                 raise UnsupportedError(f"{kernel} computes something else than qcompile's replacement of it")
 
 

@@ -33,8 +33,8 @@ def _unread(path: str, module: nn.Module, reached: Set[int]) -> Iterator[tuple[s
 
 def sizes(unread: dict[str, Parameters], stored: Callable[[str], int] | None = None) -> dict[str, int]:
     """Bytes of each module of `unread`: those that `stored` tells of a parameter, else 2 for each number."""
-    found = {}
+    every = {}
     for path, parameters in unread.items():
         distinct = {id(value): name for name, value in parameters.items()}.values()
-        found[path] = sum(stored(name) if stored else 2 * parameters[name].numel() for name in distinct)
-    return {path: size for path, size in found.items() if size}
+        every[path] = sum(stored(name) if stored else 2 * parameters[name].numel() for name in distinct)
+    return {path: size for path, size in every.items() if size}

@@ -73,13 +73,13 @@ class Counts:
         if iteration not in (FIRST, SECOND):
             return
         frames = self._frames()
-        found = self._state(frames)
+        state = self._state(frames)
         if iteration == FIRST:
-            self._before = found
+            self._before = state
             return
         self._require_tokens(frames[0], iterators)
-        for path in {**found, **self._before}:
-            was, now = self._before.get(path, _ABSENT), found.get(path, _ABSENT)
+        for path in {**state, **self._before}:
+            was, now = self._before.get(path, _ABSENT), state.get(path, _ABSENT)
             if isinstance(was, Length) and isinstance(now, Length):
                 if was != now:
                     self._require_appended(path, frames)

@@ -80,11 +80,11 @@ def merge(graph: Graph, lora: Sequence[Addend]) -> Graph:
 
 def _readers(graph: Graph) -> Mapping[str, list[fx.Node]]:
     """The operators that read each weight, by its name."""
-    found: dict[str, list[fx.Node]] = {}
+    readers: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            found.setdefault(str(node.target), []).extend(node.users)
-    return found
+            readers.setdefault(str(node.target), []).extend(node.users)
+    return readers
 
 
 def _add(graph: Graph, readers: Mapping[str, list[fx.Node]], addend: Addend, parameter: str, change: LowRank) -> None:

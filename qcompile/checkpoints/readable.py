@@ -27,21 +27,21 @@ class Length(int):
 
 def readable(roots: Mapping[str, Any], opaque: tuple[type, ...]) -> dict[str, Any]:
     """Numbers, texts and `Length`s that can be read from `roots`, by path, but not through tensors and `opaque`."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     seen: dict[int, Any] = {}  # held, so that no other object gets their identity
     queue = deque(roots.items())
     while queue:
         path, value = queue.popleft()
         if isinstance(value, _PLAIN):
-            found[path] = value
+            values[path] = value
         elif isinstance(value, _SYMBOLIC):
-            found[path] = str(value)
+            values[path] = str(value)
         elif id(value) not in seen and not isinstance(value, (Tensor, ModuleType, *opaque)):
             seen[id(value)] = value
             if (kind := _container(value)) is not None:
-                found[path] = Length(kind.__len__(value))
+                values[path] = Length(kind.__len__(value))
             queue.extend((f"{path}{name}", part) for name, part in _parts(value))
-    return found
+    return values
 
 
 def _parts(value: Any) -> list[Part]:

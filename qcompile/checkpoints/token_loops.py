@@ -117,8 +117,8 @@ class TokenLoops(TorchFunctionMode):
         name = _name(func)
         if self._recorder is not None:
             return self._recorder.call(func, name, args, kwargs)
-        if self._finished and (found := self._after(name, args, kwargs)) is not None:
-            return found
+        if self._finished and (later := self._after(name, args, kwargs)) is not None:
+            return later
         if name == "unbind" and isinstance(args[0], Tensor):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
             if self.covers(args[0].shape[dim]):

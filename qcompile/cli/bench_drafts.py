@@ -37,9 +37,9 @@ def measure(llm: LLM, data: Path | None, tokens: int, repeats: int, progress: Pr
         for done in range(repeats + 1):
             for each, outputs in runs.items():
                 speculation.gamma = each  # type: ignore[assignment]  # a number or AUTO
-                found = [_generate(llm, prompt, tokens) for prompt in prompts]
+                answers = [_generate(llm, prompt, tokens) for prompt in prompts]
                 if done:  # the first time warms up, and `auto` learns the costs
-                    outputs += found
+                    outputs += answers
             progress("measuring drafts", done + 1, repeats + 1)
     finally:
         speculation.gamma = gamma
@@ -96,15 +96,15 @@ def _speed(outputs: Sequence[RequestOutput]) -> float:
     return tokens / max(sum(output.metrics.decode_seconds for output in outputs), 1e-9)
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(figures: dict[str, Any]) -> str:
     """The figures in two lines."""
-    plain, drafted = found["plain_tokens_per_second"], found["drafted_tokens_per_second"]
-    speeds = f"{drafted:.1f} tokens/s with drafts, {plain:.1f} without: {found['gain']:.2f} times"
-    if found["acceptance_rate"] is None:
-        return f"drafts (gamma {found['gamma']}): {speeds}; nothing was drafted, as plain steps are faster"
-    places = ", ".join(f"{share:.2f}" for share in found["accepted_per_position"])
+    plain, drafted = figures["plain_tokens_per_second"], figures["drafted_tokens_per_second"]
+    speeds = f"{drafted:.1f} tokens/s with drafts, {plain:.1f} without: {figures['gain']:.2f} times"
+    if figures["acceptance_rate"] is None:
+        return f"drafts (gamma {figures['gamma']}): {speeds}; nothing was drafted, as plain steps are faster"
+    places = ", ".join(f"{share:.2f}" for share in figures["accepted_per_position"])
     return (
-        f"drafts (gamma {found['gamma']}): {speeds}\n"
-        f"accepted {found['acceptance_rate']:.3f} of them (by position {places}), "
-        f"{found['tokens_per_round']:.2f} tokens a round"
+        f"drafts (gamma {figures['gamma']}): {speeds}\n"
+        f"accepted {figures['acceptance_rate']:.3f} of them (by position {places}), "
+        f"{figures['tokens_per_round']:.2f} tokens a round"
     )

@@ -103,10 +103,10 @@ class Conversation:
         """Add the reply. Its reasoning is no part of its content."""
         message = {"role": "assistant", "content": text}
         if self._turn:
-            found = self._turn.parser().whole(text)
-            message["content"] = found.content or ""
-            if found.reasoning:
-                message["reasoning_content"] = found.reasoning
+            reply = self._turn.parser().whole(text)
+            message["content"] = reply.content or ""
+            if reply.reasoning:
+                message["reasoning_content"] = reply.reasoning
         self._messages.append(message)
 
     def forget(self) -> None:

@@ -38,7 +38,7 @@ def _variables(group: type) -> Mapping[str, str]:
     """The variable of each field of a group of options."""
     hints = get_type_hints(group, include_extras=True)
     options = {field.name: _option_of(hints[field.name]) for field in fields(group)}
-    return {name: found for name, option in options.items() if option and (found := variable(option))}
+    return {name: value for name, option in options.items() if option and (value := variable(option))}
 
 
 def sets(group: type, field: str) -> bool:

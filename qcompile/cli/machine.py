@@ -105,14 +105,14 @@ def _gpu() -> tuple[str, str, int]:
     """The GPU's name, target and bytes of memory. Raises ResourceError if there is none that can be compiled for."""
     from qcompile.runtime.cuda.driver import driver
 
-    found = driver()
-    alike = [one for one in targets.TARGETS.values() if one.kind == "cuda" and one.capability == found.capability]
+    gpu = driver()
+    alike = [one for one in targets.TARGETS.values() if one.kind == "cuda" and one.capability == gpu.capability]
     if not alike:
-        raise ResourceError(f"there is no target for {found.name} (compute capability {found.capability / 10})")
+        raise ResourceError(f"there is no target for {gpu.name} (compute capability {gpu.capability / 10})")
     if importlib.util.find_spec("triton") is None:
         raise ResourceError("kernels of GPUs are compiled by Triton: pip install 'qcompile[gpu]'")
-    named = [one for one in alike if one.name in found.name.lower()]
-    return found.name, (named or alike)[0].name, found.memory()[1]
+    named = [one for one in alike if one.name in gpu.name.lower()]
+    return gpu.name, (named or alike)[0].name, gpu.memory()[1]
 
 
 def _keeping(directory: Path, gpu: bool) -> str | None:

@@ -17,15 +17,15 @@ def pass_fields() -> dict[str, dict[str, object]]:
     """Default values by the names of passes and fields. A default is a literal, or a constant of the pass's module."""
     folder = Path(passes.__path__[0])
     sources = (path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
-    found: dict[str, dict[str, object]] = {}
+    fields: dict[str, dict[str, object]] = {}
     for tree in (ast.parse(source) for source in sources if "(Pass):" in source):
         constants = dict(_constants(tree.body))
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.bases:
                 values = dict(_fields(node.body, constants))
                 if "name" in values:
-                    found[str(values.pop("name"))] = values
-    return found
+                    fields[str(values.pop("name"))] = values
+    return fields
 
 
 def _constants(statements: list[ast.stmt]) -> Iterator[tuple[str, Any]]:

@@ -86,11 +86,11 @@ def _table(linears: list[dict[str, Any]]) -> str:
 
 def _list(json: bool) -> None:
     """Print all recipes, those of other packages last."""
-    found = [_facts(resolve(name)) for name in (*RECIPES, *entries("qcompile.recipes"))]
+    listed = [_facts(resolve(name)) for name in (*RECIPES, *entries("qcompile.recipes"))]
     if json:
-        console.print_json(found)
+        console.print_json(listed)
         return
-    rows = [[str(value) for value in list(facts.values())[:6]] for facts in found]
+    rows = [[str(value) for value in list(facts.values())[:6]] for facts in listed]
     console.show(console.table(["recipe", "weights", "activations", "cache", "head", "about"], rows, words=("about",)))
 
 
@@ -124,13 +124,13 @@ def _linears(recipe: Resolved, model: str, allow_remote: bool) -> list[dict[str,
         directory: Path = hub.find(model, allow_remote, weights=False, progress=progress)
         source = {"allow_remote": allow_remote}
         graph = rewrite(directory, passes, ImportOptions(source), Clock(progress))[0][-1]
-    found, layers = sites(graph)
+    linears, layers = sites(graph)
     chosen: Sequence[tuple[str, set[Any]]] = [
-        (rule.name, {site.node for site in selected(rule, found, layers)}) for rule in recipe.rules
+        (rule.name, {site.node for site in selected(rule, linears, layers)}) for rule in recipe.rules
     ]
     return [
         {"layer": site.layer, "roles": list(site.roles), "names": list(site.names)}
         | {part: site.node.meta["precision"][part] for part in ("weight", "activation")}
         | {"rules": [name for name, nodes in chosen if site.node in nodes]}
-        for site in found
+        for site in linears
     ]

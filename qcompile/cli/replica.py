@@ -78,15 +78,15 @@ def _serve_on(
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening,
         sinks_of(logging) as sinks,
-        opened(str(artifact), Building(), loading, max_batch=serving.max_batch) as (llm, found),
+        opened(str(artifact), Building(), loading, max_batch=serving.max_batch) as (llm, artifact_used),
     ):
         listening.bind(path)
 
         def ready() -> None:
             console.print_json_line({"context": llm.context, "lines": list(defaults_lines(llm))})
 
-        name = serving.name or found.name
-        template = chat_template(found.path, llm.manifest["files"])
+        name = serving.name or artifact_used.name
+        template = chat_template(artifact_used.path, llm.manifest["files"])
         options = {"sinks": sinks(name), "limits": limits, **served_options(serving)}
         app.serve(app.Served(llm, name, template, keys, **options), listening, ready)
 

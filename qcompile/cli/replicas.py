@@ -124,8 +124,8 @@ def cpu_shares(cores: Sequence[int], threads: int | None, count: int) -> list[Re
 def gpu_shares(gpus: Sequence[str], each: int, count: int) -> list[ReplicaShare]:
     """`each` of the GPUs for every replica. Raises UsageError if there are too few."""
     if len(gpus) < each * count:
-        found = console.counted(len(gpus), "GPU")
-        raise UsageError(f"--replicas {count}: they need {each * count} GPUs, and this process may use {found}")
+        visible = console.counted(len(gpus), "GPU")
+        raise UsageError(f"--replicas {count}: they need {each * count} GPUs, and this process may use {visible}")
     return [ReplicaShare(gpus=",".join(gpus[at * each : (at + 1) * each])) for at in range(count)]
 
 

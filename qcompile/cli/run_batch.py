@@ -60,8 +60,8 @@ def run_batch(
     with results(output, batch) as (written, kept):
         batch.keep(kept)
         if batch.lines:
-            found = opened(out, building, loading, max_batch=answering.max_batch)
-            with found as (llm, artifact), console.Progress() as progress:
+            opening = opened(out, building, loading, max_batch=answering.max_batch)
+            with opening as (llm, artifact), console.Progress() as progress:
                 _run(llm, artifact, answering, batch, written, progress)
         for refused in batch.refused:
             _write(written, batch, refused)
@@ -240,8 +240,8 @@ def _run(
         total = len(batch.lines)
         progress("answering", 0, total)
         application, done = app.create_app(served, service), 0
-        found = batches.answers(application, batch.lines, answering.max_batch + _AHEAD, lambda: service.ended)
-        async for result in found:
+        results = batches.answers(application, batch.lines, answering.max_batch + _AHEAD, lambda: service.ended)
+        async for result in results:
             _write(written, batch, result)
             done += 1
             progress("answering", done, total)

@@ -31,8 +31,8 @@ def served_options(serving: Serving) -> dict[str, Any]:
 def defaults_lines(llm: LLM) -> Iterator[str]:
     """What a server says when it begins to listen, beside its address."""
     if llm.sampling_defaults:
-        found = ", ".join(f"{option} {value}" for option, value in llm.sampling_defaults.items())
-        yield f"defaults of generation_config.json: {found} (--generation-config)"
+        settings = ", ".join(f"{option} {value}" for option, value in llm.sampling_defaults.items())
+        yield f"defaults of generation_config.json: {settings} (--generation-config)"
 
 
 @contextmanager

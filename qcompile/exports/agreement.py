@@ -34,8 +34,8 @@ def require_same(weights: PackedWeights, tensors: Tensors, config: Any, vocabula
     ids = torch.randint(0, vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = Sequence(weights).unrounded()(ids)
-        found = _logits(tensors, config, ids)
-    error = check.max_relative_error(found, expected)
+        logits = _logits(tensors, config, ids)
+    error = check.max_relative_error(logits, expected)
     if not error < ALIKE:
         raise UnsupportedError(
             f"export: passes have changed weights so that a model without their operators computes other logits "

@@ -108,8 +108,8 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"{index}.part").rename(folder / file)
         places |= dict.fromkeys(names, file)
-    found = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    index_file = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index_file, indent=2) + "\n", encoding="utf-8")
     return total
 
 

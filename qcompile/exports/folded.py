@@ -15,7 +15,7 @@ def neutral_numbers(model: Graph) -> dict[str, float]:
 
     A norm may scale by its weight plus a constant.
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for node in model.calls("rms_norm", "layer_norm"):
         given = ops.named(node)
         for operand, nothing in (("weight", 1.0), ("bias", 0.0)):
@@ -25,5 +25,5 @@ def neutral_numbers(model: Graph) -> dict[str, float]:
                 number -= float(ops.operand(weight, "offset"))
                 weight = ops.operand(weight, "x")
             if isinstance(weight, fx.Node) and weight.op == "get_attr":
-                found[str(weight.target)] = number
-    return found
+                numbers[str(weight.target)] = number
+    return numbers

@@ -55,7 +55,7 @@ def origins(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[Use, li
 
     Raises UnsupportedError with the node for a weight that is computed in another way.
     """
-    found: dict[Use, list[TensorRows]] = defaultdict(list)
+    rows_of: dict[Use, list[TensorRows]] = defaultdict(list)
     starts = _starts(graph, shapes)
     names = [name for name, *_ in starts.values()]
     firsts = torch.tensor([first for _, first, _ in starts.values()])
@@ -67,8 +67,8 @@ def origins(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[Use, li
                 rows = (stored == index).nonzero().flatten()
                 places = numbers.rows[rows] - firsts[index]
                 part = TensorRows(node, rows, places, numbers.added, numbers.changed)
-                found[Use(names[index], table)].append(part)
-    return found
+                rows_of[Use(names[index], table)].append(part)
+    return rows_of
 
 
 def _packed(graph: Graph) -> Iterator[tuple[fx.Node, bool]]:

@@ -37,7 +37,7 @@ class Parameters:
         return [other for other, same in self._same.items() if same == self._same[name]]
 
     def assigned(
-        self, found: Mapping[Use, list[TensorRows]], neutral: Mapping[str, float]
+        self, origins: Mapping[Use, list[TensorRows]], neutral: Mapping[str, float]
     ) -> dict[str, list[TensorRows]]:
         """The rows of each tensor of the checkpoint. A tied tensor that an artifact holds twice gets both names.
 
@@ -45,7 +45,7 @@ class Parameters:
         does not hold, or not all of, unless it is one of the `neutral` ones.
         """
         by_name: dict[str, list[TensorRows]] = {}
-        for use, rows in found.items():
+        for use, rows in origins.items():
             if use.tensor in self.shapes:
                 by_name[self._name(use)] = rows
         for name, shape in self.shapes.items():

@@ -40,8 +40,8 @@ class Tensors:
 
     def formats(self, name: str) -> set[WeightFormat]:
         """The formats in which rows of the tensor are rounded; none if all of them are floating-point numbers."""
-        found = (format_of(part.node) for part in self.rows[name])
-        return {format for format in found if format is not None and not format.is_float}
+        formats_of_parts = (format_of(part.node) for part in self.rows[name])
+        return {format for format in formats_of_parts if format is not None and not format.is_float}
 
     def activations(self, name: str) -> set[str]:
         """What the activations are rounded to that the tensor is multiplied with."""
@@ -51,16 +51,16 @@ class Tensors:
     def parts(self, name: str) -> dict[str, Tensor]:
         """The parts, by role, of a tensor that is rounded in one format."""
         (format,) = self.formats(name)
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for piece in self.rows[name]:
             for part, value in zip(format.parts, self._value(piece.node), strict=True):
                 if part.per is Per.TENSOR:
-                    found[part.role] = value.clone()  # a file's tensors share no memory
+                    tensors[part.role] = value.clone()  # a file's tensors share no memory
                     continue
                 rows = value[piece.rows]
                 shape = (self.shapes[name][0], *rows.shape[1:])
-                found.setdefault(part.role, rows.new_zeros(shape))[piece.places] = rows
-        return found
+                tensors.setdefault(part.role, rows.new_zeros(shape))[piece.places] = rows
+        return tensors
 
     def floats(self, name: str) -> Tensor:
         """The numbers that a tensor stands for, in float32."""

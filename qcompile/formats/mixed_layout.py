@@ -128,9 +128,9 @@ def unpack(blobs: dict[str, Tensor], n: int, k: int, pairs: bool) -> Parts:
         if not bool(chosen.any()):
             continue
         units = (starts[:-1][chosen][:, None] + torch.arange(1 + wide)).flatten()
-        found = layout.unpack(stored[units].flatten(), 16 * int(chosen.sum()), k).to(torch.int16)
+        values = layout.unpack(stored[units].flatten(), 16 * int(chosen.sum()), k).to(torch.int16)
         real = rows[chosen].flatten() >= 0
-        codes[rows[chosen].flatten()[real]] = (found + EIGHT_BIT_ZERO * wide).to(torch.uint8)[real]
+        codes[rows[chosen].flatten()[real]] = (values + EIGHT_BIT_ZERO * wide).to(torch.uint8)[real]
     real = rows.flatten() >= 0
     sides = []
     for role, dtype in (("scale", torch.float32), ("zero", torch.uint8)):

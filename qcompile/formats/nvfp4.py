@@ -82,9 +82,9 @@ class Nvfp4(WeightFormat):
                 for scale in _neighbours(near):
                     if self._exact_groups(few, scale) is None:
                         continue
-                    found = self._exact_groups(grouped, scale)
-                    if found is not None:
-                        codes, group_scale = found
+                    exact = self._exact_groups(grouped, scale)
+                    if exact is not None:
+                        codes, group_scale = exact
                         return [codes.flatten(1)[:, : w.shape[1]].contiguous(), group_scale, scale]
         return None
 

@@ -108,14 +108,14 @@ def even_steps(w: Tensor, low: Tensor, high: Tensor, largest: int, most: int) ->
 
 def _steps(w: Tensor, low: Tensor, high: Tensor, largest: int, most: int) -> Tensor:
     """even_steps of the columns of w [G, M]."""
-    found = torch.zeros_like(low)
+    steps = torch.zeros_like(low)
     for count in range(1, largest + 1):  # steps from 0 to the largest entry
         step = torch.maximum(-low, high) / count
-        likely = _even(w[: FEW[1]], step) & (high - low < (most + 0.5) * step) & (found == 0)
+        likely = _even(w[: FEW[1]], step) & (high - low < (most + 0.5) * step) & (steps == 0)
         columns = likely.nonzero().flatten()
         if len(columns):
-            found[columns] = step[columns] * _even(w[:, columns], step[columns])
-    return found
+            steps[columns] = step[columns] * _even(w[:, columns], step[columns])
+    return steps
 
 
 def _even(w: Tensor, step: Tensor) -> Tensor:

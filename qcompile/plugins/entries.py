@@ -42,13 +42,13 @@ class PluginEntry:
 @cache
 def entries(group: Group) -> dict[str, PluginEntry]:
     """The entry points of a group by name. Raises UsageError for a name that two packages use."""
-    found: dict[str, PluginEntry] = {}
+    by_name: dict[str, PluginEntry] = {}
     for point in entry_points(group=group):
         entry = PluginEntry(point)
-        other = found.setdefault(point.name, entry)
+        other = by_name.setdefault(point.name, entry)
         if other.point.value != point.value:
             raise UsageError(f"{entry}: {other.package} has one of this name, too: remove one of them")
-    return found
+    return by_name
 
 
 def installed() -> list[str]:

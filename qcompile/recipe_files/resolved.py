@@ -124,17 +124,17 @@ def resolve(
 ) -> Resolved:
     """`recipe` with `options` of passes, `head_dtype` and `passes` of other packages. Raises UsageError."""
     if isinstance(recipe, Resolved):
-        found = recipe
+        resolved = recipe
     elif isinstance(recipe, Mapping):
-        found = recipe_of(recipe, "recipe", "own")
+        resolved = recipe_of(recipe, "recipe", "own")
     elif isinstance(recipe, Path) or _is_file(recipe):
-        found = recipe_file(Path(recipe))
+        resolved = recipe_file(Path(recipe))
     elif recipe not in RECIPES and recipe in entries("qcompile.recipes"):
-        found = _installed(entries("qcompile.recipes")[recipe])
+        resolved = _installed(entries("qcompile.recipes")[recipe])
     else:
         base = get_recipe(recipe)
-        found = Resolved(base, base.name, base.description)
-    return found.changed(options or {}, head_dtype, passes)
+        resolved = Resolved(base, base.name, base.description)
+    return resolved.changed(options or {}, head_dtype, passes)
 
 
 def _installed(entry: PluginEntry) -> Resolved:
@@ -199,17 +199,17 @@ def _formats_of(tables: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _flat(options: Mapping[str, Any], place: str = "") -> dict[str, str | bool | int | float]:
     """Options in tables by pass, or with dots in their names. Raises UsageError for one that is there twice."""
-    found: dict[str, str | bool | int | float] = {}
+    flat: dict[str, str | bool | int | float] = {}
     for name, value in options.items():
         option = f"{place}{name}"
         if option.startswith(_RULES):
             raise UsageError(f"option {option}: rules stand in tables of their own, [rules.NAME]")
         given = _flat(value, f"{option}.") if isinstance(value, Mapping) else {option: value}
-        twice = found.keys() & given.keys()
+        twice = flat.keys() & given.keys()
         if twice:
             raise UsageError(f"option {twice.pop()} is there twice")
-        found |= given
-    return {option: str(value).lower() if isinstance(value, bool) else value for option, value in found.items()}
+        flat |= given
+    return {option: str(value).lower() if isinstance(value, bool) else value for option, value in flat.items()}
 
 
 def _set_rule(rules: dict[str, dict[str, Any]], name: str, option: str, text: str) -> None:

@@ -63,21 +63,21 @@ class Rule:
 
     def numbers(self, layers: int) -> frozenset[int]:
         """The numbers of the layers it selects, in a model of so many. Raises UsageError for one that there is not."""
-        found: set[int] = set()
+        chosen: set[int] = set()
         for part in filter(None, (part.strip() for part in self.layers.split(","))):
             given = _PART.fullmatch(part)
             assert given is not None, part  # rule_of has checked it
             if given["side"]:
                 count = int(given["count"])
-                found |= set(range(count) if given["side"] == "first" else range(layers - count, layers))
+                chosen |= set(range(count) if given["side"] == "first" else range(layers - count, layers))
             else:
                 start = int(given["start"])
                 start += layers * (start < 0)
-                found |= set(range(start, int(given["stop"] or start) + 1))
-        wrong = sorted(number for number in found if not 0 <= number < layers)
+                chosen |= set(range(start, int(given["stop"] or start) + 1))
+        wrong = sorted(number for number in chosen if not 0 <= number < layers)
         if wrong:
             raise UsageError(f"rule {self.name}: layers {self.layers} are not all there: the model has {layers} layers")
-        return frozenset(found) if self.layers else frozenset(range(layers))
+        return frozenset(chosen) if self.layers else frozenset(range(layers))
 
     @property
     def table(self) -> dict[str, Any]:

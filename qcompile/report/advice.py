@@ -23,22 +23,22 @@ class Advice(NamedTuple):
 
 def advice(report: Json) -> list[Advice]:
     """What to try next, the most useful first."""
-    found = [*_quality(report), *_speed(report)]
+    lines = [*_quality(report), *_speed(report)]
     if not report["drafts"]:
-        found.append(
+        lines.append(
             Advice(
                 "qcompile build … --draft lookup", "drafts tokens from earlier text: faster where a text repeats itself"
             )
         )
     else:
-        found.append(
+        lines.append(
             Advice("qcompile tune OUT", "measures the drafts on this machine, so that as many are made as pay")
         )
-    found.append(Advice("qcompile bench OUT", "measures what this page only predicts"))
-    found.append(
+    lines.append(Advice("qcompile bench OUT", "measures what this page only predicts"))
+    lines.append(
         Advice("qcompile eval OUT --data TEXT.jsonl", "measures perplexity with these kernels on a text of yours")
     )
-    return found
+    return lines
 
 
 def _quality(report: Json) -> list[Advice]:

@@ -170,14 +170,14 @@ def _linear(
 
 def bytes_by_part(report: Json) -> list[tuple[str, int, float | None]]:
     """Parts with their bytes and their bits per weight, in the order of a step; last what is no linear layer."""
-    found: list[tuple[str, int, float | None]] = []
+    parts: list[tuple[str, int, float | None]] = []
     for part in PARTS:
         rows = [row for row in report["linears"] if row["part"] == part]
         if rows:
             size = sum(row["bytes"] for row in rows)
-            found.append((part, size, 8 * size / sum(row["outputs"] * row["inputs"] for row in rows)))
-    rest = report["weight_bytes"] - sum(size for _, size, _ in found)
-    return [*found, (OTHER_WEIGHTS, rest, None)] if rest > 0 else found
+            parts.append((part, size, 8 * size / sum(row["outputs"] * row["inputs"] for row in rows)))
+    rest = report["weight_bytes"] - sum(size for _, size, _ in parts)
+    return [*parts, (OTHER_WEIGHTS, rest, None)] if rest > 0 else parts
 
 
 def bits_of(format: str) -> int:

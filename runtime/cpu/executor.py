@@ -365,10 +365,10 @@ class Executor:
         """Run one step. Returns the hidden states [outputs, width] of the output rows."""
         outputs = self._fill(sequences, ())
         self._batch.logits = None
-        found: FloatArray = np.empty((max(outputs, 1), self.description["hidden_width"]), np.float32)
-        status = self.library.qc_hidden(self.handle, self._reference, found.ctypes.data)
+        hidden: FloatArray = np.empty((max(outputs, 1), self.description["hidden_width"]), np.float32)
+        status = self.library.qc_hidden(self.handle, self._reference, hidden.ctypes.data)
         self._check_status("qc_hidden", status)
-        return found[:outputs]
+        return hidden[:outputs]
 
     def decode(self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()) -> list[int]:
         """`steps` tokens for each sequence (one row each), fed back without returning to Python.
@@ -391,9 +391,9 @@ class Executor:
         given = self._given
         tokens = ([token if token >= 0 else max(given[-1 - token], 0) for token in row.tokens] for row in sequences)
         rows = [row._replace(tokens=known) for row, known in zip(sequences, tokens, strict=True)]
-        found = list(self.decode(rows, steps, sampling) if steps > 1 else self.step(rows, False, sampling)[0])
-        self._given = found[len(found) - sum(row.outputs for row in rows) :]
-        return lambda: found
+        chosen = list(self.decode(rows, steps, sampling) if steps > 1 else self.step(rows, False, sampling)[0])
+        self._given = chosen[len(chosen) - sum(row.outputs for row in rows) :]
+        return lambda: chosen
 
     def _copy_state(self, source: int, target: int) -> None:
         """Copy a slot of recurrent states to another."""

@@ -181,12 +181,12 @@ class Driver:
     @property
     def capability(self) -> int:
         """Compute capability as an integer: 90 for 9.0."""
-        found = []
+        numbers = []
         for attribute in (_MAJOR, _MINOR):
             value = ctypes.c_int()
             self.check(self.library.cuDeviceGetAttribute(ctypes.byref(value), attribute, self._device), "attribute")
-            found.append(value.value)
-        return 10 * found[0] + found[1]
+            numbers.append(value.value)
+        return 10 * numbers[0] + numbers[1]
 
     @property
     def name(self) -> str:
@@ -245,15 +245,15 @@ class Driver:
 
         Raises ArtifactError when neither runs on this GPU.
         """
-        found = ctypes.c_void_p()
-        code = self.library.cuModuleLoadData(ctypes.byref(found), cubin)
+        handle = ctypes.c_void_p()
+        code = self.library.cuModuleLoadData(ctypes.byref(handle), cubin)
         if code in _NO_BINARY:
             notice(f"kernels were compiled for another GPU than {self.name}: compiling them again")
-            code = self.library.cuModuleLoadData(ctypes.byref(found), ptx() + b"\0")
+            code = self.library.cuModuleLoadData(ctypes.byref(handle), ptx() + b"\0")
         if code in _NO_BINARY:
             raise ArtifactError(f"the artifact's kernels do not run on {self.name}: build it for this GPU (--target)")
         self.check(code, "module")
-        return found
+        return handle
 
     def unload(self, module: ctypes.c_void_p) -> None:
         """Unload a module with its kernels."""
@@ -261,12 +261,12 @@ class Driver:
 
     def function(self, module: ctypes.c_void_p, name: str, shared: int) -> int:
         """Handle of a kernel of a module, which may use `shared` bytes of shared memory."""
-        found = ctypes.c_void_p()
-        self.check(self.library.cuModuleGetFunction(ctypes.byref(found), module, name.encode()), f"kernel {name}")
+        address = ctypes.c_void_p()
+        self.check(self.library.cuModuleGetFunction(ctypes.byref(address), module, name.encode()), f"kernel {name}")
         if shared > 48 * 1024:
-            self.check(self.library.cuFuncSetAttribute(found, _DYNAMIC_SHARED, shared), f"kernel {name}")
-        assert found.value
-        return found.value
+            self.check(self.library.cuFuncSetAttribute(address, _DYNAMIC_SHARED, shared), f"kernel {name}")
+        assert address.value
+        return address.value
 
     @contextmanager
     def captured(self) -> Iterator[list[ctypes.c_void_p]]:
@@ -294,9 +294,9 @@ class Driver:
 
     def event(self) -> ctypes.c_void_p:
         """A new event."""
-        found = ctypes.c_void_p()
-        self.check(self.library.cuEventCreate(ctypes.byref(found), 0), "event")
-        return found
+        handle = ctypes.c_void_p()
+        self.check(self.library.cuEventCreate(ctypes.byref(handle), 0), "event")
+        return handle
 
     def drop_event(self, event: ctypes.c_void_p) -> None:
         """Free an event."""
@@ -313,9 +313,9 @@ class Driver:
 
     def seconds_between(self, start: ctypes.c_void_p, end: ctypes.c_void_p) -> float:
         """Seconds between two recorded events."""
-        found = ctypes.c_float()
-        self.check(self.library.cuEventElapsedTime(ctypes.byref(found), start, end), "event")
-        return found.value / 1e3
+        milliseconds = ctypes.c_float()
+        self.check(self.library.cuEventElapsedTime(ctypes.byref(milliseconds), start, end), "event")
+        return milliseconds.value / 1e3
 
 
 def driver(number: int = 0) -> Driver:

@@ -302,7 +302,7 @@ class CudaExecutor:
 
     def profile_read(self) -> dict[str, tuple[float, int]]:
         """Seconds and number of runs of each launch since `profile(True)`, in the order they run."""
-        return dict(self.launcher.profile.found) if self.launcher.profile else {}
+        return dict(self.launcher.profile.times) if self.launcher.profile else {}
 
     def peak(self, rate: Rate) -> float:
         """A peak of this GPU, from its data sheet."""

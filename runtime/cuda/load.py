@@ -131,15 +131,15 @@ def load_rank(root: str | Path, manifest: Manifest, rank: int) -> LoadedRank:
     rows = min(STEP_TOKENS["cuda"], runtime["max_tokens"], plan["most_rows"])
     sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens") or 0, 0, runtime.get("max_outputs") or 0)
-    found = LoadedRank(gpu, plan, {}, {}, limits, [], [])
+    loaded = LoadedRank(gpu, plan, {}, {}, limits, [], [])
     try:
         folder = PurePosixPath(runtime["library"]).parent
-        found.functions.update(_load_kernels(gpu, [plan], folder, small, found.modules))
-        found.weights.update(_upload_rank(gpu, root, manifest, rank, found.held))
+        loaded.functions.update(_load_kernels(gpu, [plan], folder, small, loaded.modules))
+        loaded.weights.update(_upload_rank(gpu, root, manifest, rank, loaded.held))
     except BaseException:
-        found.free()
+        loaded.free()
         raise
-    return found
+    return loaded
 
 
 def open_divided(
@@ -310,12 +310,12 @@ def _load_kernels(
     def ptx(label: str) -> Callable[[], bytes]:
         return lambda: files[str(folder / f"{label}.ptx")]
 
-    found = {}
+    kernels = {}
     for label, kernel in {label: kernel for plan in plans for label, kernel in plan["kernels"].items()}.items():
         module = gpu.module(files[str(folder / f"{label}.cubin")], ptx(label), notice)
         modules.append(module)
-        found[label] = gpu.function(module, kernel["function"], kernel["shared_bytes"])
-    return found
+        kernels[label] = gpu.function(module, kernel["function"], kernel["shared_bytes"])
+    return kernels
 
 
 def _upload_rank(gpu: Driver, root: Path, manifest: Manifest, rank: int, held: list[int]) -> dict[str, int]:
@@ -326,7 +326,7 @@ def _upload_rank(gpu: Driver, root: Path, manifest: Manifest, rank: int, held: l
     files, runtime = manifest["files"], manifest["runtime"]
     entries, first = runtime["weights"], runtime["ranks"][0]
     names = {place: entries[known]["name"] for place, known in zip(runtime["ranks"][rank], first, strict=True)}
-    found: dict[str, int] = {}
+    addresses: dict[str, int] = {}
     for name in sorted({entry["file"] for entry in entries}):
         size = files[name]["bytes"]
         memory = Arena(size)
@@ -339,9 +339,9 @@ def _upload_rank(gpu: Driver, root: Path, manifest: Manifest, rank: int, held: l
                     raise damaged(root, [f"weight {entry['name']} lies outside its file"])
                 held.append(gpu.allocate(entry["bytes"], "weights"))
                 gpu.upload(held[-1], memory.address + entry["offset"], entry["bytes"], pinned=False)
-                found[known] = held[-1]
+                addresses[known] = held[-1]
         gpu.synchronize()
-    return found
+    return addresses
 
 
 def _upload_weights(gpu: Driver, root: Path, manifest: Manifest, held: list[int]) -> dict[str, int]:
@@ -350,7 +350,7 @@ def _upload_weights(gpu: Driver, root: Path, manifest: Manifest, held: list[int]
     One file at a time is read into host memory and verified there.
     """
     files, entries = manifest["files"], manifest["runtime"]["weights"]
-    found: dict[str, int] = {}
+    addresses: dict[str, int] = {}
     for name in sorted({entry["file"] for entry in entries}):
         size = files[name]["bytes"]
         memory = Arena(size)
@@ -364,5 +364,5 @@ def _upload_weights(gpu: Driver, root: Path, manifest: Manifest, held: list[int]
             if entry["file"] == name:
                 if not 0 <= entry["offset"] <= entry["offset"] + entry["bytes"] <= size:
                     raise damaged(root, [f"weight {entry['name']} lies outside its file"])
-                found[entry["name"]] = address + entry["offset"]
-    return found
+                addresses[entry["name"]] = address + entry["offset"]
+    return addresses

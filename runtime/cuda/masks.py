@@ -164,13 +164,13 @@ class DeviceMasks:
     def _by_lexer(self, lexers: Sequence[Lexer], masks: Sequence[int]) -> dict[Lexer, list[int]]:
         """Masks of a grammar by the lexer that computes them. Texts of a lexer that has more than its share move."""
         most = max(_FEWEST, -(-len(masks) // len(lexers)))
-        found: dict[Lexer, list[int]] = {lexer: [] for lexer in lexers}
+        grouped: dict[Lexer, list[int]] = {lexer: [] for lexer in lexers}
         for index in masks:
             state = self._wanted[index][0]
-            if len(found[state.lexer]) >= most:
-                state.lexer = min(lexers, key=lambda lexer: len(found[lexer]))
-            found[state.lexer].append(index)
-        return {lexer: some for lexer, some in found.items() if some}
+            if len(grouped[state.lexer]) >= most:
+                state.lexer = min(lexers, key=lambda lexer: len(grouped[lexer]))
+            grouped[state.lexer].append(index)
+        return {lexer: some for lexer, some in grouped.items() if some}
 
     def free(self) -> None:
         """Free the memory on both sides, and end the threads."""

@@ -203,8 +203,8 @@ class MirroredNumbers:
 
     def content(self, items: int) -> memoryview:
         """The bytes of the first `items` numbers in host memory."""
-        found: Any = (ctypes.c_char * (self._size * items)).from_address(self.host_address)
-        return memoryview(found).cast("B")
+        memory: Any = (ctypes.c_char * (self._size * items)).from_address(self.host_address)
+        return memoryview(memory).cast("B")
 
     def fetch(self, items: int) -> None:
         """Queue a copy of the first numbers to the host."""

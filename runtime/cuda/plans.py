@@ -53,8 +53,8 @@ class Record(NamedTuple):
     @property
     def counts(self) -> Counts:
         """The content, as counts of a step."""
-        found: Counts = json.loads(bytes(self.content))
-        return found
+        numbers: Counts = json.loads(bytes(self.content))
+        return numbers
 
 
 class SharedPlan:

@@ -28,7 +28,7 @@ class LaunchTimes:
     """
 
     def __init__(self, driver: Driver) -> None:
-        self.found: dict[str, tuple[float, int]] = {}
+        self.times: dict[str, tuple[float, int]] = {}
         self._driver = driver
         self._graphs: dict[Hashable, _Timed] = {}
 
@@ -44,8 +44,8 @@ class LaunchTimes:
         self._driver.synchronize()
         times = [self._driver.seconds_between(*pair) for pair in itertools.pairwise(events)]
         for name, taken in zip(names, times[1:], strict=True):
-            seconds, runs = self.found.get(name, (0.0, 0))
-            self.found[name] = (seconds + max(0.0, taken - times[0]), runs + 1)
+            seconds, runs = self.times.get(name, (0.0, 0))
+            self.times[name] = (seconds + max(0.0, taken - times[0]), runs + 1)
 
     def _capture(self, ready: Ready) -> _Timed:
         """A graph of these launches, with two events at the start (which time recording) and one after each launch."""

@@ -78,9 +78,9 @@ def check_gpus(gpu: Driver, ranks: int, root: Path) -> None:
     if platform.machine() not in ("x86_64", "AMD64"):  # the plan relies on the order in which x86 stores
         raise ResourceError(f"{root} was built for {ranks} GPUs: a host with {platform.machine()} cores runs one GPU")
     if gpu.gpus < ranks:
-        found = "one GPU is" if gpu.gpus == 1 else f"{gpu.gpus} GPUs are"
+        visible = "one GPU is" if gpu.gpus == 1 else f"{gpu.gpus} GPUs are"
         raise ResourceError(
-            f"{root} was built for {ranks} GPUs, {found} visible (CUDA_VISIBLE_DEVICES): build it with "
+            f"{root} was built for {ranks} GPUs, {visible} visible (CUDA_VISIBLE_DEVICES): build it with "
             f"--tensor-parallel-size {max(gpu.gpus, 1)}"
         )
     for other in range(1, ranks):

@@ -50,11 +50,11 @@ class CudaSpeculator(CudaRounds):
             return super().rounds(requests, gammas, rounds, ends)
         if not all(request.sequence.computed for request in requests):
             return HostSpeculator.rounds(self, requests, gammas, 1, ends)
-        found = super().rounds(requests, gammas, rounds, ends)
+        result = super().rounds(requests, gammas, rounds, ends)
         for request, gamma in zip(requests, gammas, strict=True):
             if gamma:
                 request.drafts.cached[0] = request.sequence.computed - 1  # a lower bound
-        return found
+        return result
 
     def samples_in_rounds(self, requests: Sequence[Request]) -> bool:
         return self._shared or all(request.sequence.computed for request in requests)

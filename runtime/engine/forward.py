@@ -90,11 +90,11 @@ def pooled_states(
     model gives no hidden states, ResourceError if the KV cache is too small.
     """
     hidden = hidden_states(executor)
-    found: FloatArray = np.empty((len(texts), hidden.width), np.float32)
+    pooled: FloatArray = np.empty((len(texts), hidden.width), np.float32)
     for group in _groups(executor, scheduler, texts):
         with places(executor, scheduler, [len(texts[index]) for index in group]) as held:
             if len(group) == 1:
-                found[group[0]] = _long(executor, hidden, texts[group[0]], *held[0], pooling)
+                pooled[group[0]] = _long(executor, hidden, texts[group[0]], *held[0], pooling)
                 continue
             parts = [
                 Rows(texts[index], 0, pages, len(texts[index]) if pooling == "mean" else 1, slot=slot)
@@ -102,9 +102,9 @@ def pooled_states(
             ]
             rows, at = hidden.step(parts), 0
             for index, part in zip(group, parts, strict=True):
-                found[index] = _sum(np.zeros(hidden.width), rows[at : at + part.outputs]) / part.outputs
+                pooled[index] = _sum(np.zeros(hidden.width), rows[at : at + part.outputs]) / part.outputs
                 at += part.outputs
-    return found
+    return pooled
 
 
 def _long(

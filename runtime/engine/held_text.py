@@ -25,8 +25,8 @@ class HeldText(NamedTuple):
 
     def first_stop(self, stops: Sequence[str]) -> tuple[int, int, str] | None:
         """Start, end and text of the earliest stop text; None without one."""
-        found = ((at, at + len(stop), stop) for stop in stops if (at := self._find(stop)) >= 0)
-        return min(found, default=None)
+        matches = ((at, at + len(stop), stop) for stop in stops if (at := self._find(stop)) >= 0)
+        return min(matches, default=None)
 
     def _find(self, stop: str) -> int:
         """Where a stop text is; -1 if it is nowhere. No part of a special token's text is part of a stop text."""

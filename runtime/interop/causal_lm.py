@@ -118,9 +118,9 @@ class CompiledCausalLM(torch.nn.Module):
         for number, (_, tokens) in enumerate(rows):
             by_length.setdefault(len(tokens), []).append(number)
         for length, numbers in by_length.items():
-            for number, found in zip(numbers, self.llm.logits([rows[n][1] for n in numbers]), strict=True):
+            for number, values in zip(numbers, self.llm.logits([rows[n][1] for n in numbers]), strict=True):
                 start = rows[number][0]
-                logits[number, start : start + length] = found
+                logits[number, start : start + length] = values
         logits = logits.to(input_ids.device)
         loss = None if labels is None else _loss(logits, labels, attention_mask)
         kept = logits[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
@@ -165,10 +165,10 @@ class CompiledCausalLM(torch.nn.Module):
             raise UsageError(f"streamer: it takes one sequence, not {batch.sequences}")
         if streamer is None and not criteria:
             outputs = self.llm.generate(batch.prompts, batch.params, prompt_embeds=batch.embeds)
-            found = [sample.token_ids for output in outputs for sample in output.outputs]
+            generated = [sample.token_ids for output in outputs for sample in output.outputs]
         else:
-            found = self._watched(batch, criteria, streamer)
-        sequences: Any = batch.joined(found)
+            generated = self._watched(batch, criteria, streamer)
+        sequences: Any = batch.joined(generated)
         dictionary = settings.values["return_dict_in_generate"]
         return GenerateDecoderOnlyOutput(sequences=sequences) if dictionary else sequences
 
@@ -181,26 +181,26 @@ class CompiledCausalLM(torch.nn.Module):
 
     def _watched(self, batch: _PromptBatch, criteria: Sequence[Callable[..., Any]], streamer: Any) -> list[list[int]]:
         """The new tokens of each sequence, of which each is shown to the criteria and the streamer."""
-        found: list[list[int]] = [[] for _ in range(batch.sequences)]
+        generated: list[list[int]] = [[] for _ in range(batch.sequences)]
         ended = [False] * batch.sequences
         if streamer is not None:
             streamer.put(batch.before(0))
         for output in self.llm.stream(batch.prompts, batch.params, prompt_embeds=batch.embeds):
             for sample in output.outputs:
                 number = output.request_id * len(output.outputs) + sample.index
-                for token in sample.token_ids[len(found[number]) :]:
+                for token in sample.token_ids[len(generated[number]) :]:
                     if ended[number]:
                         break
-                    found[number].append(token)
+                    generated[number].append(token)
                     if streamer is not None:
                         streamer.put(torch.tensor([token]))
-                    shown = torch.cat([batch.before(number), torch.tensor([found[number]])], 1)
+                    shown = torch.cat([batch.before(number), torch.tensor([generated[number]])], 1)
                     ended[number] = any(bool(torch.as_tensor(each(shown, None)).all()) for each in criteria)
             if all(ended):
                 break
         if streamer is not None:
             streamer.end()
-        return found
+        return generated
 
 
 class _PromptBatch:
@@ -239,10 +239,10 @@ class _PromptBatch:
         row = number // self._settings.samples
         return self.shown[row : row + 1].cpu()
 
-    def joined(self, found: Sequence[Sequence[int]]) -> torch.Tensor:
+    def joined(self, generated: Sequence[Sequence[int]]) -> torch.Tensor:
         """Prompts and new tokens, [sequences, tokens]."""
-        width = max(map(len, found))
-        padded = [[*tokens, *[self._settings.padding] * (width - len(tokens))] for tokens in found]
+        width = max(map(len, generated))
+        padded = [[*tokens, *[self._settings.padding] * (width - len(tokens))] for tokens in generated]
         prompts = self.shown.repeat_interleave(self._settings.samples, 0)
         return torch.cat([prompts, torch.tensor(padded, dtype=prompts.dtype, device=prompts.device)], 1)
 

@@ -54,8 +54,8 @@ class GenerationSettings:
         fields = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
         values: dict[str, Any] = {}
         for name in fields:
-            found = (options.get(name), getattr(given, name, None), getattr(own, name, None))
-            values[name] = next((value for value in found if value is not None), None)
+            candidates = (options.get(name), getattr(given, name, None), getattr(own, name, None))
+            values[name] = next((value for value in candidates if value is not None), None)
             neutral = not values[name] or values[name] == _NEUTRAL.get(name)
             if name not in _TAKEN | _WITHOUT_EFFECT and not neutral:
                 raise UnsupportedError(f"{name} {shown(values[name])}: a compiled model does not generate with it")

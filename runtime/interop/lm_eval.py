@@ -103,7 +103,7 @@ class CompiledLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log likelihood of each text in nats. Texts of more than max_length tokens are scored in windows."""
-        found = []
+        totals = []
         windows: list[Scored] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -117,8 +117,8 @@ class CompiledLM(TemplateLM):
             sums[owner] += value
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-            found.append(total)
-        return found
+            totals.append(total)
+        return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to a text of `until`, an end of text, or max_gen_toks tokens."""
@@ -132,10 +132,10 @@ class CompiledLM(TemplateLM):
                     f"max_gen_toks {one.max_tokens} leaves no room for a prompt: max_length {self.max_length}"
                 )
             prompts.append((self.tok_encode(context) or [self.prefix_token_id])[-room:])
-        found = [output.outputs[0].text for output in self._run(prompts, params, "generate_until", disable_tqdm)]
-        for args, text in zip(asked, found, strict=True):
+        generated = [output.outputs[0].text for output in self._run(prompts, params, "generate_until", disable_tqdm)]
+        for args, text in zip(asked, generated, strict=True):
             self.cache_hook.add_partial("generate_until", args, text)
-        return found
+        return generated
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt of a conversation. Without add_generation_prompt, its last message is to be continued."""
@@ -194,14 +194,14 @@ class CompiledLM(TemplateLM):
         for number in range(len(rows)):
             if number not in scores:  # one token more than the context: nothing follows the last one
                 scores[number] = self._scores(rows[number])
-        found = []
+        sums = []
         for number, (texts, _, continuation) in enumerate(requests):
             known = scores[number]
             wanted = known[len(known) - len(continuation) :]  # none if a continuation has no tokens of its own
-            found.append((sum(value for value, _ in wanted), all(first for _, first in wanted)))
+            sums.append((sum(value for value, _ in wanted), all(first for _, first in wanted)))
             if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, found[-1])
-        return found
+                self.cache_hook.add_partial("loglikelihood", texts, sums[-1])
+        return sums
 
     def _scores(self, tokens: Sequence[int]) -> list[tuple[float, bool]]:
         """The log probability of each token after the first, and whether it is the most probable one."""

@@ -83,8 +83,8 @@ def tool_format(template: str, name: str | None = None) -> ToolFormat | None:
         return None
     if name is not None:
         return _named(TOOL_FORMATS, name, "tool-parser")
-    found = (form for form in TOOL_FORMATS.values() if any(all(t in template for t in texts) for texts in form.marks))
-    return next(found, None)
+    fitting = (form for form in TOOL_FORMATS.values() if any(all(t in template for t in texts) for texts in form.marks))
+    return next(fitting, None)
 
 
 def reasoning_tags(template: str, name: str | None = None) -> ReasoningTags | None:

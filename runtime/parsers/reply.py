@@ -55,11 +55,11 @@ class ReplyParser:
 
     def push(self, text: str) -> list[Event]:
         """What is certain after a further piece of the reply."""
-        found: list[Event] = []
+        events: list[Event] = []
         for start in range(0, len(text), _MOST_AT_ONCE):
             piece = text[start : start + _MOST_AT_ONCE]
-            found += self._rest(self._reasoning.push(piece) if self._reasoning else [TextPiece(piece)])
-        return self._allowed(found)
+            events += self._rest(self._reasoning.push(piece) if self._reasoning else [TextPiece(piece)])
+        return self._allowed(events)
 
     def end(self) -> list[Event]:
         """What was held back until the end of the reply."""
@@ -75,10 +75,10 @@ class ReplyParser:
 
     def _rest(self, events: Iterable[Event]) -> list[Event]:
         """Replace text by what the parser of calls finds in it."""
-        found: list[Event] = []
+        parsed: list[Event] = []
         for event in events:
-            found += self._calls.push(event.text) if self._calls and isinstance(event, TextPiece) else [event]
-        return found
+            parsed += self._calls.push(event.text) if self._calls and isinstance(event, TextPiece) else [event]
+        return parsed
 
     def _allowed(self, events: Iterable[Event]) -> list[Event]:
         kept: list[Event] = []

@@ -46,13 +46,13 @@ NO_BANS = Bans()
 def word_tokens(words: Sequence[str], encode: Encode) -> tuple[tuple[int, ...], ...]:
     """The tokens of words as a tokenizer encodes them at the start of a text, and after a space if that differs in the
     first token only, as in vLLM."""
-    found = []
+    sequences = []
     for word in words:
         plain, spaced = tuple(encode(word.lstrip() or word)), tuple(encode(f" {word.lstrip()}"))
-        found += [plain] * bool(plain)
+        sequences += [plain] * bool(plain)
         if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
-            found.append(spaced)
-    return tuple(dict.fromkeys(found))
+            sequences.append(spaced)
+    return tuple(dict.fromkeys(sequences))
 
 
 class BiasTable:

@@ -33,8 +33,8 @@ class KnownMasks:
     def after(self, text: int, tokens: Iterable[int]) -> int:
         """The number of a text and these tokens after it."""
         for token in tokens:
-            found = self._texts.get((text, token))
-            text = self._add(text, token) if found is None else found
+            known = self._texts.get((text, token))
+            text = self._add(text, token) if known is None else known
         return text
 
     def _add(self, text: int, token: int) -> int:

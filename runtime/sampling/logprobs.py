@@ -83,10 +83,10 @@ def prompt_logprobs(
     prompt: Sequence[int], reports: Sequence[DoubleArray], spell: Spell | None, most: int
 ) -> list[dict[int, Logprob] | None]:
     """`reported_logprobs` of a prompt's tokens, from those of its pieces. The first token has none."""
-    found: list[dict[int, Logprob] | None] = [None]
+    logprobs: list[dict[int, Logprob] | None] = [None]
     for piece in reports:
-        found += reported_logprobs(piece, prompt[len(found) : len(found) + len(piece)], spell, most)
-    return found
+        logprobs += reported_logprobs(piece, prompt[len(logprobs) : len(logprobs) + len(piece)], spell, most)
+    return logprobs
 
 
 def _told(

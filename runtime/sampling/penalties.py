@@ -56,11 +56,11 @@ def penalize(
     A logit is divided by `repetition` if it is positive, else multiplied by it (CTRL 4.1). Those of generated tokens
     then lose `frequency` times their count, plus `presence`.
     """
-    found, factor, generated = logits[tokens], np.float32(repetition), counts > 0
-    found = np.where(found > 0, found / factor, found * factor)
-    found[generated] -= (frequency * counts[generated] + presence).astype(np.float32)
+    changed, factor, generated = logits[tokens], np.float32(repetition), counts > 0
+    changed = np.where(changed > 0, changed / factor, changed * factor)
+    changed[generated] -= (frequency * counts[generated] + presence).astype(np.float32)
     penalized = logits.copy()
-    penalized[tokens] = found
+    penalized[tokens] = changed
     return penalized
 
 

@@ -125,9 +125,9 @@ class Sampler:
 
         Uses the same random number that `draw` will use at that position: similar distributions then give equal tokens.
         """
-        found = self.distribution(logits, ahead)
+        drafted = self.distribution(logits, ahead)
         self._look_ahead(len(ahead) + 1)
-        return pick(found, self._ahead[len(ahead)]), found
+        return pick(drafted, self._ahead[len(ahead)]), drafted
 
     def distribution(self, logits: FloatArray, ahead: Sequence[int] = ()) -> Distribution:
         """The distribution for logits [vocab] after tokens `ahead`, which are not noted yet. Not for temperature 0."""

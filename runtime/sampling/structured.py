@@ -77,8 +77,8 @@ class StructuredOutputsParams:
     @property
     def source(self) -> Source:
         """The language in one form."""
-        found: Source = self.__dict__["_source"]
-        return found
+        known: Source = self.__dict__["_source"]
+        return known
 
     def _read(self, name: str) -> Source:
         value = getattr(self, name)

@@ -141,8 +141,8 @@ class SamplingFields(BodyPart):
         given = {name: getattr(self, name) for name in _AS_THEY_ARE} | more
         if self.logit_bias:
             given["logit_bias"] = {_token_number(token): bias for token, bias in self.logit_bias.items()}
-        found = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**{**defaults, **found, "max_tokens": max_tokens})
+        stated = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{**defaults, **stated, "max_tokens": max_tokens})
 
 
 class Common(SamplingFields, StructureFields):

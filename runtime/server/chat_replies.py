@@ -27,8 +27,8 @@ class ChatReply(Reply):
         self._streams: dict[int, MessageStream] = {}  # by choice
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        found = super().whole(outputs)
-        return found | {"prompt_logprobs": prompt_entries(outputs[0])} if self.tells_prompt else found
+        reply = super().whole(outputs)
+        return reply | {"prompt_logprobs": prompt_entries(outputs[0])} if self.tells_prompt else reply
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         stream = MessageStream(self._turn)

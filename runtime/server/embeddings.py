@@ -83,12 +83,12 @@ class EmbeddingsRoute:
         # A prompt alone: no token has to fit behind it.
         alone = SamplingParams(max_tokens=0, prompt_logprobs=0, truncate_prompt_tokens=asked.truncate_prompt_tokens)
         tokens = await self._asker.encoded(asked.texts(), True, alone)
-        found = await unless_gone(request, self._embeddings(how, tokens))
-        if found is None:
+        embeddings = await unless_gone(request, self._embeddings(how, tokens))
+        if embeddings is None:
             return Response(status_code=499)  # nobody reads it; proxies log this status for it
         data = [
             {"object": "embedding", "index": index, "embedding": asked.shown(embedding)}
-            for index, embedding in enumerate(found)
+            for index, embedding in enumerate(embeddings)
         ]
         count = sum(map(len, tokens))
         self._asker.metrics.embedded(len(tokens), count)
@@ -97,10 +97,10 @@ class EmbeddingsRoute:
 
     async def _embeddings(self, how: EmbeddingOptions, texts: Sequence[list[int]]) -> list[FloatArray]:
         """The embeddings of texts, as many at a time as a step has rows for: other requests run in between."""
-        found: list[FloatArray] = []
+        embeddings: list[FloatArray] = []
         for group in _groups(texts, self._engine.executor.limits.max_tokens):
-            found.extend(await self._service.call(partial(how.embeddings, self._engine, group)))
-        return found
+            embeddings.extend(await self._service.call(partial(how.embeddings, self._engine, group)))
+        return embeddings
 
 
 def _groups(texts: Sequence[list[int]], most: int) -> Iterator[list[list[int]]]:

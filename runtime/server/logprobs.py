@@ -89,12 +89,12 @@ class TokenSpeller:
         texts = [first, *(each[token].decoded_token or "" for token, each in zip(rest, scored, strict=True))]
         spelled = [self.counted(token, own) for token, own in zip(output.prompt_token_ids, texts, strict=True)]
         counted = TextOffsets()
-        found = [counted.of(each) for each in spelled]
+        offsets = [counted.of(each) for each in spelled]
         start = len(text) - counted.end()
         for name, nothing in (("tokens", self.spelled(begin, first, "bytes:")), ("token_logprobs", None)):
             columns[name].insert(0, nothing)
         columns["top_logprobs"].insert(0, None)
-        return columns | {"text_offset": [max(start + offset, 0) for offset in found]}
+        return columns | {"text_offset": [max(start + offset, 0) for offset in offsets]}
 
     def chat(self, sample: CompletionOutput, first: int, top: int) -> dict[str, Any] | None:
         """A chat choice's log probabilities from token `first` on, with the `top` most probable tokens at each."""

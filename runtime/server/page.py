@@ -26,8 +26,8 @@ def page_facts(model: str, context: int, chat: bool, defaults: Mapping[str, Any]
     """What the page shows of the server. chat: whether conversations have a template. defaults: those of requests."""
     usual = SamplingParams()
     known = {"temperature": usual.temperature, "top_p": usual.top_p}
-    found = {name: defaults.get(name, value) for name, value in known.items()}
-    return {"model": model, "context": context, "chat": chat, "defaults": found, "version": __version__}
+    settings = {name: defaults.get(name, value) for name, value in known.items()}
+    return {"model": model, "context": context, "chat": chat, "defaults": settings, "version": __version__}
 
 
 def add_page(app: FastAPI, facts: dict[str, Any], authorize: Callable[[Request], None]) -> None:
@@ -62,12 +62,12 @@ def _page() -> tuple[str, dict[str, str]]:
     styles: list[str] = []
     scripts: list[str] = []
 
-    def inside(tag: str, kept: list[str], found: re.Match[str]) -> str:
-        kept.append(_source(found[1]))
+    def inside(tag: str, kept: list[str], match: re.Match[str]) -> str:
+        kept.append(_source(match[1]))
         return f"<{tag}>{kept[-1]}</{tag}>"
 
-    document = _STYLE.sub(lambda found: inside("style", styles, found), _source("index.html"))
-    document = _SCRIPT.sub(lambda found: inside("script", scripts, found), document)
+    document = _STYLE.sub(lambda match: inside("style", styles, match), _source("index.html"))
+    document = _SCRIPT.sub(lambda match: inside("script", scripts, match), document)
     allowed = {
         "default-src": "'none'",
         "script-src": " ".join(map(_hash, scripts)),

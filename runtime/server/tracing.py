@@ -100,28 +100,28 @@ def _nanoseconds(seconds: float) -> int:
 
 def _attributes(exchange: Exchange, model: str) -> Attributes:
     """What a request's span tells, by the names of OpenTelemetry's conventions."""
-    found: dict[str, str | int | bool] = {
+    attributes: dict[str, str | int | bool] = {
         "http.request.method": exchange.method,
         "url.path": exchange.path,
         "http.response.status_code": exchange.status,
         "gen_ai.request.model": model,
     }
     if exchange.route:
-        found["http.route"] = exchange.route
+        attributes["http.route"] = exchange.route
     if exchange.client:
-        found["client.address"] = exchange.client
+        attributes["client.address"] = exchange.client
     if exchange.outputs:
-        found["gen_ai.usage.input_tokens"] = exchange.prompt_tokens
-        found["gen_ai.usage.output_tokens"] = exchange.generated_tokens
-    return found
+        attributes["gen_ai.usage.input_tokens"] = exchange.prompt_tokens
+        attributes["gen_ai.usage.output_tokens"] = exchange.generated_tokens
+    return attributes
 
 
 def _drafts(output: RequestOutput) -> Attributes:
-    found = {"qcompile.generated_tokens": output.generated_tokens}
+    attributes = {"qcompile.generated_tokens": output.generated_tokens}
     if output.speculation:
-        found["qcompile.drafted_tokens"] = sum(output.speculation.drafted)
-        found["qcompile.accepted_tokens"] = sum(output.speculation.accepted)
-    return found
+        attributes["qcompile.drafted_tokens"] = sum(output.speculation.drafted)
+        attributes["qcompile.accepted_tokens"] = sum(output.speculation.accepted)
+    return attributes
 
 
 def _prompt(output: RequestOutput) -> Attributes:

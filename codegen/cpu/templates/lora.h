@@ -30,8 +30,8 @@ QC_INLINE const LoraSite* lora_site(const LoraTable& table, int site, const qc_b
   if (b.query_start[s] == b.query_start[s + 1]) return nullptr;
   const int32_t adapter = table.adapter[b.block_table[(int64_t)s * b.block_stride]];
   if (!adapter) return nullptr;
-  const LoraSite* found = table.sites + (adapter - 1) * table.count + site;
-  return found->ranks ? found : nullptr;
+  const LoraSite* entry = table.sites + (adapter - 1) * table.count + site;
+  return entry->ranks ? entry : nullptr;
 }
 
 // Whether any row of the step has an adapter in linear `site`.
@@ -53,10 +53,10 @@ QC_INLINE void each_group(const LoraTable& table, int site, const qc_batch& b, R
   for (int s = 0; s < b.sequences; ++s) {
     const int begin = b.query_start[s] > rows.begin ? b.query_start[s] : rows.begin;
     const int end = b.query_start[s + 1] < rows.end ? b.query_start[s + 1] : rows.end;
-    const LoraSite* found = begin < end ? lora_site(table, site, b, s) : nullptr;
-    for (int row = begin; found && row < end; ++row) {
-      if (group.count && (group.count == kLoraRows || group.site != found)) f(group), group.count = 0;
-      group.site = found;
+    const LoraSite* entry = begin < end ? lora_site(table, site, b, s) : nullptr;
+    for (int row = begin; entry && row < end; ++row) {
+      if (group.count && (group.count == kLoraRows || group.site != entry)) f(group), group.count = 0;
+      group.site = entry;
       group.row[group.count++] = row;
     }
   }

@@ -75,7 +75,7 @@ struct Sampler {
       listed[count] = order;
       listed_weight[count++] = w ? w[i] : 1.0;
     }
-    Limit found = {0, above};
+    Limit lowest = {0, above};
     while (count > 0) {
       const uint32_t pivot = listed[count / 2];
       double larger = 0, equal = 0;
@@ -85,7 +85,7 @@ struct Sampler {
       }
       const bool up = above + larger >= goal;
       if (!up) {
-        found = {pivot, above + larger};
+        lowest = {pivot, above + larger};
         above += larger + equal;
         if (above >= goal) break;
       }
@@ -96,7 +96,7 @@ struct Sampler {
       }
       count = kept;
     }
-    return found;
+    return lowest;
   }
 
   // The k-th largest logit. That of the blocks' largest is a lower bound, which most of the rest are below.
@@ -169,15 +169,15 @@ struct Sampler {
     // All tokens of a weight below (1 - top_p) / n of the sum together weigh less than what may be left out. Half of
     // that, as the sums are rounded.
     const double least = 0.5 * (1 - top_p) * all / n;
-    const Limit found = limit(x, weight, n, goal, least > 0 ? least : 1e-310);
-    double reached = found.above, total = 0;
+    const Limit lowest = limit(x, weight, n, goal, least > 0 ? least : 1e-310);
+    double reached = lowest.above, total = 0;
     for (int first = 0; first < n; first += kDrawBlock) {
       const int count = block_size(first);
       for (int i = first; i < first + count; ++i) {
         if (weight[i] == 0) continue;
         const uint32_t order = order_of(x[i]);
-        if (order > found.order) continue;
-        if (order == found.order && reached < goal) reached += weight[i];
+        if (order > lowest.order) continue;
+        if (order == lowest.order && reached < goal) reached += weight[i];
         else weight[i] = 0;
       }
       total += sum(weight + first, count);

@@ -146,14 +146,14 @@ struct Speculator {
   int append_match(const qc_stage& stage, int s, int most, int shortest) {
     int32_t* t = text(s);
     const int end = q.length[s];
-    int found = 0, longest = shortest - 1;
+    int next = 0, longest = shortest - 1;
     for (int i = end - 2; i >= longest && longest < stage.match; --i) {
       int size = 0;
       while (size < stage.match && size <= i && t[i - size] == t[end - 1 - size]) ++size;
-      if (size > longest) longest = size, found = i + 1;
+      if (size > longest) longest = size, next = i + 1;
     }
-    if (!found || most <= 0) return 0;
-    for (int i = 0; i < most; ++i) t[end + i] = t[found + i];
+    if (!next || most <= 0) return 0;
+    for (int i = 0; i < most; ++i) t[end + i] = t[next + i];
     q.length[s] = end + most;
     return most;
   }

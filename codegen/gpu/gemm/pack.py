@@ -348,13 +348,13 @@ def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> MixedPacking:
         # Rows that pad a tile have a scale of zero.
         scale, zero, codes = torch.where(real, scale[source], 0.0), zero[source], codes[source]
         wide = (codes[: len(eight)].to(torch.int16) - EIGHT_BIT_ZERO).to(torch.int8)
-        found = {
+        packed = {
             "wide": pack_codes(wide, GPU_BYTES),
             "w": pack_codes(codes[len(eight) :], GPU_NIBBLES),
             "groups": scale_words(scale, zero),
             "columns": order.int(),
         }
-        return {role: as_blob(found[role]) for role in sizes}
+        return {role: as_blob(packed[role]) for role in sizes}
 
     return MixedPacking(sizes, blobs, rows // 16, len(eight))
 

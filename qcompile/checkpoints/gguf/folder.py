@@ -43,11 +43,11 @@ def folder_of(path: Path) -> Path:
 
 def _parts(path: Path) -> list[Path]:
     """The files of a model that is divided into several, `path` among them; else it alone."""
-    found = _PART.fullmatch(path.name)
-    if found is None:
+    match = _PART.fullmatch(path.name)
+    if match is None:
         return [path]
-    count = int(found["count"])
-    parts = [path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    count = int(match["count"])
+    parts = [path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
     for part in parts:
         if not part.is_file():
             raise UsageError(f"{part} is missing: {path.name} is one of {count} files")

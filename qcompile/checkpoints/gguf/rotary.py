@@ -14,7 +14,7 @@ MOST = 1 << 16
 
 def rope_tensors(header: Header) -> dict[str, list[float]]:
     """The values of those ROPE_TENSORS that the file has. Raises UsageError for values that cannot divide."""
-    found: dict[str, list[float]] = {}
+    tensors: dict[str, list[float]] = {}
     for name in ROPE_TENSORS:
         if (place := header.tensors.get(name)) is None:
             continue
@@ -25,5 +25,5 @@ def rope_tensors(header: Header) -> dict[str, list[float]]:
             values = list(struct.unpack(f"<{place.shape[0]}f", file.read(place.end - place.begin)))
         if not all(0 < value < float("inf") for value in values):
             raise UsageError(f"{header.path}: tensor {name} holds numbers that cannot divide frequencies")
-        found[name] = values
-    return found
+        tensors[name] = values
+    return tensors

@@ -104,11 +104,11 @@ class GgufCheckpoint(Checkpoint):
 
 def _module(header: Header, architecture: Architecture, name: str) -> tuple[str, str]:
     """The path of the module of the tensor `name`, with {} for the number of an expert, and `weight` or `bias`."""
-    found = _NAME.fullmatch(name)
-    if found is not None and found["layer"] is None and found["stem"] in TABLES:
-        return TABLES[found["stem"]], found["what"]
-    if found is not None and found["layer"] is not None and found["stem"] in architecture.modules:
-        return f"model.layers.{int(found['layer'])}.{architecture.modules[found['stem']]}", found["what"]
+    match = _NAME.fullmatch(name)
+    if match is not None and match["layer"] is None and match["stem"] in TABLES:
+        return TABLES[match["stem"]], match["what"]
+    if match is not None and match["layer"] is not None and match["stem"] in architecture.modules:
+        return f"model.layers.{int(match['layer'])}.{architecture.modules[match['stem']]}", match["what"]
     raise UnsupportedError(f"{header.path}: tensor {shown(name)} of architecture {header.architecture} is not read")
 
 

@@ -94,8 +94,8 @@ def _add_four_bits(checkpoint: StoredCheckpoint, name: str, state: str) -> None:
     stored = _state(checkpoint, state)
     entry = checkpoint.entries.get(name)
     if entry is None or entry.bytes != -(-stored.elements // 2):
-        found = "missing" if entry is None else f"{entry.bytes} bytes"
-        raise UsageError(f"tensor {name} is {found}; {state} says two codes a byte of {list(stored.shape)}")
+        actual = "missing" if entry is None else f"{entry.bytes} bytes"
+        raise UsageError(f"tensor {name} is {actual}; {state} says two codes a byte of {list(stored.shape)}")
     require(checkpoint, f"{name}.quant_map", (16,), torch.float32)
     require(checkpoint, f"{name}.absmax", (stored.blocks,), torch.uint8 if stored.nested else torch.float32)
     parts = [name, f"{name}.absmax", f"{name}.quant_map"]
@@ -162,8 +162,8 @@ def _add_eight_bits(checkpoint: StoredCheckpoint, stem: str) -> None:
     name = f"{stem}.weight"
     entry = checkpoint.entries.get(name)
     if entry is None or entry.dtype != torch.int8 or len(entry.shape) != 2 or 0 in entry.shape:
-        found = "missing" if entry is None else f"{entry.dtype} of shape {list(entry.shape)}"
-        raise UsageError(f"tensor {name} is {found}; a matrix of torch.int8 belongs there, as {stem}.SCB says")
+        actual = "missing" if entry is None else f"{entry.dtype} of shape {list(entry.shape)}"
+        raise UsageError(f"tensor {name} is {actual}; a matrix of torch.int8 belongs there, as {stem}.SCB says")
     require(checkpoint, f"{stem}.SCB", (entry.shape[0],), torch.float32)
     order = checkpoint.entries.pop(f"{stem}.weight_format", None)
     if order is not None and (order.bytes != 1 or int(checkpoint.map(name, order).view(torch.uint8)) != ROWS):

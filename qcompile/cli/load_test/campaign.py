@@ -126,8 +126,10 @@ async def _level(
     done = await run(clients, offer.endpoint, queries, level, tell)
     after = await server.drafts(clients, offer.endpoint) if offer.counts_drafts else {}
     counted = {name: after[name] - before[name] for name in before} if before and after else None
-    found = figures(done, plan.limits or {}, counted)
-    if not found["requests"] and found["failed"]:
-        why, count = max(found["failures"].items(), key=lambda item: item[1])
-        raise ResourceError(f"{offer.endpoint.url} answered none of {found['failed']} requests at {level.name}: {why}")
-    return found
+    measured = figures(done, plan.limits or {}, counted)
+    if not measured["requests"] and measured["failed"]:
+        why, count = max(measured["failures"].items(), key=lambda item: item[1])
+        raise ResourceError(
+            f"{offer.endpoint.url} answered none of {measured['failed']} requests at {level.name}: {why}"
+        )
+    return measured

@@ -21,13 +21,13 @@ Figures = dict[str, Any]
 
 def limits(text: str) -> dict[str, float]:
     """`ttft=200ms,itl=50ms` as seconds by name. Raises UsageError."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\w+)=(\d+(?:\.\d*)?)(us|ms|s)", part.strip())
         if match is None or match[1] not in LIMITS or float(match[2]) == 0:
             raise UsageError(f"--slo {part}: write limits of ttft, itl and e2e, as ttft=200ms,itl=50ms,e2e=10s")
-        found[match[1]] = float(match[2]) * _UNITS[match[3]]
-    return found
+        seconds[match[1]] = float(match[2]) * _UNITS[match[3]]
+    return seconds
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -59,7 +59,7 @@ def figures(run: Run, limits: Mapping[str, float], drafts: Mapping[str, float] |
     seconds = max(run.seconds, 1e-9)
     output, inputs = sum(answer.output_tokens for answer in good), sum(answer.input_tokens for answer in good)
     within = sum(kept(answer, limits) for answer in good)
-    found: Figures = {
+    result: Figures = {
         "load": run.level.name,
         "concurrency": run.level.concurrency or None,
         "rate": run.level.rate or None,
@@ -78,12 +78,15 @@ def figures(run: Run, limits: Mapping[str, float], drafts: Mapping[str, float] |
         "client": _client(run, answers),
     }
     if limits:
-        found["goodput"] = {"share": within / len(answers) if answers else 0.0, "requests_per_second": within / seconds}
+        result["goodput"] = {
+            "share": within / len(answers) if answers else 0.0,
+            "requests_per_second": within / seconds,
+        }
     if drafts is not None:
         drafted = drafts["drafted"]
         rate = drafts["accepted"] / drafted if drafted else None
-        found["drafts"] = {"drafted_tokens": round(drafted), "acceptance_rate": rate}
-    return found
+        result["drafts"] = {"drafted_tokens": round(drafted), "acceptance_rate": rate}
+    return result
 
 
 def _client(run: Run, answers: Sequence[TimedAnswer]) -> Figures:

@@ -159,10 +159,10 @@ async def _encoded(session: aiohttp.ClientSession, endpoint: Endpoint, text: str
     asked = {"model": endpoint.model, "prompt": text, "add_special_tokens": False}
     try:
         async with session.post(f"{endpoint.root}/tokenize", json=asked, headers=endpoint.headers) as response:
-            found = json.loads(await response.read()) if response.status == 200 else {}
+            answer = json.loads(await response.read()) if response.status == 200 else {}
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
         return []
-    tokens = found.get("tokens") if isinstance(found, dict) else None
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
     return tokens if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens) else []
 
 
@@ -173,8 +173,8 @@ async def drafts(session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[str
             text = (await response.read()).decode(errors="replace") if response.status == 200 else ""
     except (TimeoutError, aiohttp.ClientError, OSError):
         return {}
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for name, value in re.findall(r"^([\w:]+)(?:\{[^\n]*\})? ([0-9.eE+]+)(?: \d+)?$", text, re.MULTILINE):
         if (what := _ACCEPTED.get(name)) is not None:
-            found[what] = found.get(what, 0.0) + float(value)
-    return found if len(found) == 2 else {}
+            counts[what] = counts.get(what, 0.0) + float(value)
+    return counts if len(counts) == 2 else {}

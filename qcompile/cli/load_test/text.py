@@ -49,8 +49,8 @@ def _row(level: Figures, limited: bool, drafted: bool) -> list[str]:
     return row
 
 
-def _times(found: Mapping[str, float] | None, unit: float) -> str:
-    return "/".join(f"{found[name] * unit:.3g}" for name in _SHOWN) if found else "-"
+def _times(times: Mapping[str, float] | None, unit: float) -> str:
+    return "/".join(f"{times[name] * unit:.3g}" for name in _SHOWN) if times else "-"
 
 
 def _remarks(report: Mapping[str, Any]) -> list[str]:

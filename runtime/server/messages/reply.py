@@ -95,11 +95,11 @@ def content_of(block: ReplyBlock) -> Json:
 def _input(arguments: str) -> Json:
     """The arguments of a call. Incomplete ones are given as far as they are, those with numbers out of range not."""
     try:
-        found = from_json(arguments, allow_partial="trailing-strings")
-        json.dumps(found, allow_nan=False)
+        value = from_json(arguments, allow_partial="trailing-strings")
+        json.dumps(value, allow_nan=False)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _events_of(change: Change) -> Iterator[str]:

@@ -140,10 +140,10 @@ async def _events(
 
 def _find_id(path: str, content: bytes, watch: Watch) -> bool:
     """Tell `watch` the id of a response of OpenAI's Responses API; returns whether there is one."""
-    found = _RESPONSE_ID.search(content[:512]) if path.startswith(RESPONSES) else None
-    if found:
-        watch.named(found[1].decode())
-    return bool(found)
+    match = _RESPONSE_ID.search(content[:512]) if path.startswith(RESPONSES) else None
+    if match:
+        watch.named(match[1].decode())
+    return bool(match)
 
 
 def _failure(path: str) -> str:

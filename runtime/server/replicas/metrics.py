@@ -57,13 +57,13 @@ class _Merged:
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric once, with the samples of all replicas."""
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         for number, text in self._texts.items():
             for family in text_string_to_metric_families(text):
-                metric = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                metric = metrics.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
                     metric.add_sample(sample.name, sample.labels | {"replica": str(number)}, sample.value)
-        yield from found.values()
+        yield from metrics.values()
 
     def describe(self) -> Iterable[Metric]:
         """Nothing is known before it is collected."""

@@ -83,10 +83,10 @@ class Router:
 
     async def health(self) -> JSONResponse:
         """Status 200 while one replica's engine runs, and how each replica is."""
-        found = await self._texts("/health")
-        each = [{"replica": one.number, "status": "ok" if one.number in found else "down"} for one in self._replicas]
-        content = {"status": "ok" if found else "down", "replicas": each}
-        return JSONResponse(content, 200 if found else 503)
+        texts = await self._texts("/health")
+        each = [{"replica": one.number, "status": "ok" if one.number in texts else "down"} for one in self._replicas]
+        content = {"status": "ok" if texts else "down", "replicas": each}
+        return JSONResponse(content, 200 if texts else 503)
 
     async def show_metrics(self) -> PlainTextResponse:
         """The metrics of all replicas in Prometheus' format."""
