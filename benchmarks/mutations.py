@@ -1,6 +1,6 @@
 """Seeded mistakes: does the test suite notice when the code is wrong?
 
-    python benchmarks/mutations.py [--only TEXT] [--jobs 2] [--seconds 500] [--out FILE]
+    python benchmarks/mutations.py [--only TEXT] [--new] [--jobs 2] [--seconds 500] [--out FILE]
 
 Each mutation is one deliberate fault, a small change of source text, put into a copy of the tree; then the tests that
 ought to notice are run there. Before that they are run on the unchanged copy: if they do not pass there, their
@@ -132,12 +132,14 @@ def unfit_tests(copies: Copies, pool: ThreadPoolExecutor, mutations: Sequence[Mu
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name or file has TEXT in it")
+    parser.add_argument("--new", action="store_true", help="faults that FILE has no row of")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="copies of the tree at work")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no tests after this time")
     parser.add_argument("--out", type=Path, default=RESULTS / "mutations.json")
     arguments = parser.parse_args()
     table = Table(arguments.out)
     chosen = [m for m in ALL if arguments.only in m.fault or arguments.only in m.file]
+    chosen = [m for m in chosen if not (arguments.new and m.fault in table.rows)]
     chosen.sort(key=lambda mutation: -table.rows.get(mutation.fault, {"seconds": LIMIT})["seconds"])
 
     def examined(mutation: Mutation) -> dict[str, Any] | None:
