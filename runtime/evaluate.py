@@ -36,8 +36,13 @@ class LogitsSource(Protocol):
     context: int
     """Most tokens of a text."""
 
-    def forward(self, sequences: Sequence[Sequence[int]], chunk: int) -> Iterator[tuple[int, int, FloatArray]]:
-        """Logits of every position of sequences of equal length, `chunk` positions of each sequence per step."""
+    def forward(
+        self, sequences: Sequence[Sequence[int]], chunk: int, adapter: str | None = None
+    ) -> Iterator[tuple[int, int, FloatArray]]:
+        """Logits of every position of sequences of equal length, `chunk` positions of each sequence per step.
+
+        adapter: the name of the one that all have.
+        """
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ def perplexity(
     window: int = 2048,
     progress: Callable[[int, int], None] | None = None,
     max_windows: int | None = None,
+    adapter: str | None = None,
 ) -> Evaluation:
     """Evaluate on a JSONL file or on texts. `progress(done, total)` is called after every window.
 
@@ -131,7 +137,7 @@ def perplexity(
     total = 0.0
     for number in range(windows):
         tokens = stream[number * window : (number + 1) * window]
-        for _, start, logits in engine.forward([tokens], engine.executor.limits.max_tokens):
+        for _, start, logits in engine.forward([tokens], engine.executor.limits.max_tokens, adapter):
             targets = tokens[start + 1 : start + 1 + len(logits)]
             total += float(negative_log_likelihood(logits, targets).sum()) if targets else 0.0
         if not math.isfinite(total):

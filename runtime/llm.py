@@ -324,11 +324,12 @@ class LLM:
         window: int = 2048,
         progress: Callable[[int, int], None] | None = None,
         max_windows: int | None = None,
+        lora: str | None = None,
     ) -> Evaluation:
-        """Perplexity on a JSONL file (one {"text": …} a line) or a list of texts; see `runtime.evaluate`."""
+        """Perplexity, with the adapter `lora`, on a JSONL file ({"text": …} a line) or texts: `runtime.evaluate`."""
         tokenizer, bos = self._prompts.tokenizer, self.bos_token_id
         with self._shared.exclusive():
-            return perplexity(self.engine, tokenizer, bos, documents, window, progress, max_windows)
+            return perplexity(self.engine, tokenizer, bos, documents, window, progress, max_windows, lora)
 
     def close(self) -> None:
         """End the threads and free the memory. The model cannot be used afterwards."""

@@ -34,12 +34,13 @@ _PROFILED = 3
 
 
 class Sizes(NamedTuple):
-    """What to measure: tokens decoded, prompt lengths, lengths of verify steps, and rounds."""
+    """What to measure: tokens decoded, prompt lengths, lengths of verify steps, rounds, and the adapter of all."""
 
     tg: int
     pp: tuple[int, ...]
     verify: tuple[int, ...]
     repeats: int
+    adapter: str | None = None
 
 
 def measure(llm: LLM, sizes: Sizes, progress: Progress) -> dict[str, float]:
@@ -50,11 +51,11 @@ def measure(llm: LLM, sizes: Sizes, progress: Progress) -> dict[str, float]:
         raise UsageError(f"a test of {longest} tokens does not fit the context of {llm.context}: {smaller}")
     if any(rows > llm.executor.limits.max_outputs for rows in sizes.verify):
         raise UsageError(f"a step takes at most {llm.executor.limits.max_outputs} tokens: give fewer by --verify")
-    tests = {f"tg{sizes.tg}": (sizes.tg, lambda: _decode(llm, sizes.tg))}
+    tests = {f"tg{sizes.tg}": (sizes.tg, lambda: _decode(llm, sizes.tg, sizes.adapter))}
     for rows in sizes.pp:
-        tests[f"pp{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=1))  # type: ignore[misc]
+        tests[f"pp{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, 1, sizes.adapter))  # type: ignore[misc]
     for rows in sizes.verify:
-        tests[f"verify{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, outputs=rows))  # type: ignore[misc]
+        tests[f"verify{rows}"] = (rows, lambda rows=rows: _prefill(llm, rows, rows, sizes.adapter))  # type: ignore[misc]
     seconds: dict[str, list[float]] = {test: [] for test in tests}
     for _, run in tests.values():
         run()  # touches the cache's pages and wakes the threads
@@ -74,10 +75,12 @@ def _sample(run: Callable[[], float]) -> list[float]:
 
 
 @contextmanager
-def _pages(llm: LLM, tokens: int) -> Iterator[list[int]]:
-    """Cache pages for a sequence of `tokens`."""
+def _pages(llm: LLM, tokens: int, adapter: str | None) -> Iterator[list[int]]:
+    """Cache pages for a sequence of `tokens` with an adapter."""
     pool = llm.engine.pool
     pages = pool.take(pool.pages_for(tokens))
+    if llm.engine.scheduler.adapters:
+        llm.engine.scheduler.adapters.mark(pages[0], adapter)
     try:
         yield pages
     finally:
@@ -90,23 +93,23 @@ def _tokens(llm: LLM, count: int) -> list[int]:
     return [draw.randrange(llm.vocab_size) for _ in range(count)]
 
 
-def _decode(llm: LLM, steps: int) -> float:
+def _decode(llm: LLM, steps: int, adapter: str | None) -> float:
     """Seconds to decode `steps` tokens greedily after a context of one."""
     from qcompile.runtime.step import Rows
 
-    with _pages(llm, steps + 1) as pages:
+    with _pages(llm, steps + 1, adapter) as pages:
         rows = [Rows(_tokens(llm, 1), 0, pages, 1)]
         start = time.perf_counter()
         llm.executor.decode(rows, steps)
         return time.perf_counter() - start
 
 
-def _prefill(llm: LLM, count: int, outputs: int) -> float:
+def _prefill(llm: LLM, count: int, outputs: int, adapter: str | None) -> float:
     """Seconds for `count` tokens at once, in steps of at most max_tokens; the last `outputs` tokens have logits."""
     from qcompile.runtime.step import Rows
 
     tokens, most = _tokens(llm, count), llm.executor.limits.max_tokens
-    with _pages(llm, count) as pages:
+    with _pages(llm, count, adapter) as pages:
         start = time.perf_counter()
         for first in range(0, count, most):
             part = tokens[first : first + most]
@@ -132,17 +135,18 @@ def report(llm: LLM, path: Path, sizes: Sizes, speeds: dict[str, float], progres
             "bf16_gigaflops": probed["bf16"],
             "f32_gigaflops": probed["f32"],
         },
-        "kernels": _kernels(llm, path, sizes.tg, peaks),
+        "kernels": _kernels(llm, path, sizes, peaks),
     }
 
 
-def _kernels(llm: LLM, path: Path, steps: int, peaks: Peaks) -> list[dict[str, Any]]:
+def _kernels(llm: LLM, path: Path, sizes: Sizes, peaks: Peaks) -> list[dict[str, Any]]:
     """Each call of the program: predicted and measured microseconds, bytes and operations of one decoding step."""
     program = json.loads((path / "graphs/program.json").read_text(encoding="utf-8"))
     weight_bytes = {entry["name"]: entry["bytes"] for entry in llm.manifest["runtime"]["weights"]}
+    steps = sizes.tg
     llm.executor.profile(True)
     for _ in range(_PROFILED):
-        _decode(llm, steps)
+        _decode(llm, steps, sizes.adapter)
     timed = llm.executor.profile_read()
     llm.executor.profile(False)
     kernels = []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcompile import sample_text
+from qcompile.cli.bench import Sizes
 from qcompile.cli.load_test.workload import read_prompts
 from qcompile.errors import UsageError
 from qcompile.runtime.options import AUTO
@@ -20,8 +21,8 @@ Progress = Callable[[str, int, int], None]
 _PROMPTS, _PROMPT_TOKENS = 8, 64
 
 
-def measure(llm: LLM, data: Path | None, tokens: int, repeats: int, progress: Progress) -> dict[str, Any] | None:
-    """Speed with and without drafts, of `tokens` tokens after each of a few prompts; None if the model does not draft.
+def measure(llm: LLM, data: Path | None, sizes: Sizes, progress: Progress) -> dict[str, Any] | None:
+    """Speed with and without drafts, of `sizes.tg` tokens after each of a few prompts; None if the model has no drafts.
 
     The prompts are those of the file `data`, without it the starts of documents of the package's text. They run one at
     a time. The runs are greedy, so that both give the same tokens, and alternate, so that a slow moment of the machine
@@ -31,16 +32,16 @@ def measure(llm: LLM, data: Path | None, tokens: int, repeats: int, progress: Pr
     if not speculation.active:
         return None
     gamma = speculation.gamma
-    prompts = _prompts(llm, data, tokens)
+    prompts = _prompts(llm, data, sizes.tg)
     runs: dict[int | str, list[RequestOutput]] = {0: [], gamma: []}
     try:
-        for done in range(repeats + 1):
+        for done in range(sizes.repeats + 1):
             for each, outputs in runs.items():
                 speculation.gamma = each  # type: ignore[assignment]  # a number or AUTO
-                answers = [_generate(llm, prompt, tokens) for prompt in prompts]
+                answers = [_generate(llm, prompt, sizes) for prompt in prompts]
                 if done:  # the first time warms up, and `auto` learns the costs
                     outputs += answers
-            progress("measuring drafts", done + 1, repeats + 1)
+            progress("measuring drafts", done + 1, sizes.repeats + 1)
     finally:
         speculation.gamma = gamma
     return _figures(gamma, len(prompts), runs[0], runs[gamma])
@@ -58,9 +59,9 @@ def _prompts(llm: LLM, data: Path | None, tokens: int) -> list[list[int]]:
     return [llm.encode(query.prompt, cut=True)[-room:] for query in asked]
 
 
-def _generate(llm: LLM, prompt: list[int], tokens: int) -> RequestOutput:
+def _generate(llm: LLM, prompt: list[int], sizes: Sizes) -> RequestOutput:
     """One greedy output of so many tokens."""
-    return llm.generate([prompt], temperature=0, max_tokens=tokens, ignore_eos=True)[0]
+    return llm.generate([prompt], temperature=0, max_tokens=sizes.tg, ignore_eos=True, lora=sizes.adapter)[0]
 
 
 def _figures(

@@ -11,7 +11,7 @@ import typer
 
 from qcompile.cli import console
 from qcompile.cli.models import opened
-from qcompile.cli.options import Building, ChatSampling, DraftedLoading, Source, command
+from qcompile.cli.options import Adapting, Building, ChatSampling, DraftedLoading, Source, command
 from qcompile.cli.replies import result_of, show
 from qcompile.errors import UsageError
 
@@ -28,6 +28,7 @@ def chat(
     sampling: ChatSampling,
     building: Building,
     loading: DraftedLoading,
+    adapting: Adapting,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per reply instead of text.")] = False,
 ) -> None:
     """Chat with a model line by line; Ctrl-D ends. Without a chat template it continues your text.
@@ -37,8 +38,8 @@ def chat(
       qcompile chat samples/pycode-26m
       qcompile chat out/pycode
     """
-    params = sampling.params()
-    with opened(out, building, loading) as (llm, artifact):
+    params = sampling.params(adapting.chosen())
+    with opened(out, building, loading, lora=adapting.named()) as (llm, artifact):
         _chat_loop(llm, artifact.path, params, json)
 
 

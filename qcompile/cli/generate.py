@@ -8,7 +8,7 @@ import typer
 
 from qcompile.cli import console
 from qcompile.cli.models import opened
-from qcompile.cli.options import Building, DraftedLoading, Json, Sampling, Source, command
+from qcompile.cli.options import Adapting, Building, DraftedLoading, Json, Sampling, Source, command
 from qcompile.cli.replies import result_of, show
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def run(
     sampling: Sampling,
     building: Building,
     loading: DraftedLoading,
+    adapting: Adapting,
     json: Json = False,
 ) -> None:
     """Generate text. Prints the prompt and its continuation to stdout as they come, the speed to stderr.
@@ -34,9 +35,9 @@ def run(
       qcompile run samples/pycode-26m --prompt "def main("
       qcompile run out/pycode --prompt "def main(" --max-tokens 64
     """
-    params = sampling.params()
+    params = sampling.params(adapting.chosen())
     text = console.everything() if prompt == "-" else prompt
-    with opened(out, building, loading) as (llm, _):
+    with opened(out, building, loading, lora=adapting.named()) as (llm, _):
         _run_prompt(llm, text, params, json)
 
 

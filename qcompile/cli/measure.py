@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from qcompile import texts
 from qcompile.cli import console
 from qcompile.cli.models import artifact_of, opened
 from qcompile.cli.options import (
+    Adapting,
     Artifact,
     Building,
     DraftedLoading,
@@ -32,6 +34,7 @@ def evaluate(
     data: Annotated[Path, typer.Option("--data", metavar="FILE", help='JSON lines with a "text" field.')],
     building: Building,
     loading: Loading,
+    adapting: Adapting,
     max_windows: Annotated[
         int | None, typer.Option("--max-windows", min=1, metavar="N", help="Stop after N windows.")
     ] = None,
@@ -47,8 +50,10 @@ def evaluate(
       qcompile eval out/pycode --data samples/heldout.jsonl --json
     """
     texts.check(data)
-    with opened(out, building, loading, gamma=0) as (llm, _), console.Progress() as progress:
-        result = llm.perplexity(data, window, lambda done, total: progress("windows", done, total), max_windows)
+    adapter, more = adapting.chosen(), {"lora": adapting.named(), "gamma": 0}
+    with opened(out, building, loading, **more) as (llm, _), console.Progress() as progress:
+        done = partial(progress, "windows")
+        result = llm.perplexity(data, window, done, max_windows, lora=adapter)
     if json:
         console.print_json(asdict(result))
     else:
@@ -65,6 +70,7 @@ def bench(
     load: LoadTest,
     building: Building,
     loading: DraftedLoading,
+    adapting: Adapting,
     json: Json = False,
     jsonl: Annotated[
         bool, typer.Option("--jsonl", help='Print one line {"test", "tok_s"} per measurement, or per level.')
@@ -81,24 +87,25 @@ def bench(
       qcompile bench --serve http://127.0.0.1:8000 --rate 1,2,4 --plot load.svg
     """
     _check_kind(load, speeds, out)
+    adapter = adapting.chosen()
     if load.serve:
         try:
             from qcompile.cli.load_test import command as load_test
         except ModuleNotFoundError as error:
             raise ResourceError(f"--serve needs {error.name}: pip install 'qcompile[bench]'") from error
-        load_test.check(out, load, loading, building)  # before anything is built
+        load_test.check(out, load, loading, building, adapting)  # before anything is built
         if not load_test.is_url(out):
             out = str(artifact_of(out, building, loading.tensor_parallel_size).path)
-        load_test.run(out, load, loading, json, jsonl)
+        load_test.run(out, load, loading, adapting, json, jsonl)
         return
     from qcompile.cli import bench as benchmark
     from qcompile.cli import bench_drafts
 
     lengths = console.numbers("--pp", speeds.pp), console.numbers("--verify", speeds.verify)
-    sizes = benchmark.Sizes(speeds.tg, *lengths, speeds.repeats)
-    with opened(out, building, loading) as (llm, artifact), console.Progress() as progress:
+    sizes = benchmark.Sizes(speeds.tg, *lengths, speeds.repeats, adapter)
+    with opened(out, building, loading, lora=adapting.named()) as (llm, artifact), console.Progress() as progress:
         measured = benchmark.measure(llm, sizes, progress)
-        drafts = bench_drafts.measure(llm, load.prompts, sizes.tg, sizes.repeats, progress)
+        drafts = bench_drafts.measure(llm, load.prompts, sizes, progress)
         if drafts:
             measured[f"drafted{sizes.tg}"] = drafts["drafted_tokens_per_second"]
         if jsonl:

@@ -433,6 +433,36 @@ class ServedLoading(DraftedLoading):
         return super().arguments() | {"lora": _named_adapters(self.lora or [])}
 
 
+@dataclass(frozen=True)
+class Adapting:
+    """Which adapter the prompts of a command have."""
+
+    lora: Annotated[
+        list[str] | None,
+        typer.Option("--lora", metavar="NAME=DIR", help="LoRA adapter (PEFT) to load; repeatable, see --adapter."),
+    ] = None
+    adapter: Annotated[
+        str | None,
+        typer.Option("--adapter", metavar="NAME", help="Which adapter of --lora to use. Default: the only one."),
+    ] = None
+
+    def named(self) -> dict[str, str]:
+        """The folders of the adapters by their names, as `qcompile.load` takes them. Raises UsageError."""
+        return _named_adapters(self.lora or [])
+
+    def chosen(self) -> str | None:
+        """The name of the adapter to use; None is the model alone. Raises UsageError."""
+        names = list(self.named())
+        if self.adapter is None:
+            if len(names) > 1:
+                raise UsageError(f"--lora names {', '.join(names)}: choose one by --adapter")
+            return names[0] if names else None
+        if self.adapter not in names:
+            known = f"it names {', '.join(names)}" if names else "give it as --lora NAME=DIR"
+            raise UsageError(f"--adapter {self.adapter}: --lora names no such adapter: {known}")
+        return self.adapter
+
+
 def _named_adapters(given: list[str]) -> dict[str, str]:
     """`--lora` as `load` takes it."""
     named: dict[str, str] = {}
@@ -481,11 +511,11 @@ class Sampling:
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop before this text; repeatable.")
     ] = None
 
-    def params(self) -> SamplingParams:
-        """As `generate` takes it."""
+    def params(self, adapter: str | None = None) -> SamplingParams:
+        """As `generate` takes it, with an adapter."""
         from qcompile import SamplingParams
 
-        return SamplingParams(**asdict(self) | {"stop": self.stop or None})
+        return SamplingParams(**asdict(self) | {"stop": self.stop or None, "lora": adapter})
 
 
 @dataclass(frozen=True)
@@ -501,11 +531,11 @@ class ChatSampling:
     ] = 0.95
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed for reproducible sampling.")] = None
 
-    def params(self) -> SamplingParams:
-        """As `generate` takes it."""
+    def params(self, adapter: str | None = None) -> SamplingParams:
+        """As `generate` takes it, with an adapter."""
         from qcompile import SamplingParams
 
-        return SamplingParams(**asdict(self))
+        return SamplingParams(**asdict(self), lora=adapter)
 
 
 # ---- serving and measuring -----------------------------------------------------------------------------

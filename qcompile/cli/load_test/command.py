@@ -15,7 +15,7 @@ from qcompile.cli.load_test.figures import limits
 from qcompile.cli.load_test.level import Level
 from qcompile.cli.load_test.text import as_text
 from qcompile.cli.load_test.workload import Lengths
-from qcompile.cli.options import Building, DraftedLoading, LoadTest, changed
+from qcompile.cli.options import Adapting, Building, DraftedLoading, LoadTest, changed
 from qcompile.errors import UsageError
 
 _LEVELS = "1,4,16"
@@ -66,25 +66,25 @@ def is_url(out: str) -> bool:
     return re.match(r"[a-z]+://", out) is not None
 
 
-def check(out: str, options: LoadTest, loading: DraftedLoading, building: Building) -> None:
+def check(out: str, options: LoadTest, loading: DraftedLoading, building: Building, adapting: Adapting) -> None:
     """Raise UsageError for options that are wrong, or do not belong to what is measured: a server or a model."""
     plan(options)
     if is_url(out):
         server.root_of(out)
         if unused := building.given():
             raise UsageError(f"{unused} is for models: a server that runs has its own")
-        if (wrong := changed(loading)) is not None:
+        if (wrong := changed(loading) or changed(adapting)) is not None:
             raise UsageError(f"--{wrong.replace('_', '-')} is for an artifact: a server that runs has its own options")
     elif options.model is not None:
         raise UsageError("--model is for a server that runs: an artifact has one model")
 
 
-def run(out: str, options: LoadTest, loading: DraftedLoading, json: bool, jsonl: bool) -> None:
+def run(out: str, options: LoadTest, loading: DraftedLoading, adapting: Adapting, json: bool, jsonl: bool) -> None:
     """Measure the server at a URL, or one that is started for an artifact, and print the report."""
     asked = plan(options)
     with console.Progress() as progress:
         progress("starting", 0, 1)
-        with _server(out, asked, options, loading) as (url, model):
+        with _server(out, asked, options, loading, adapting) as (url, model):
             report = measure(
                 asked,
                 url,
@@ -102,16 +102,18 @@ def run(out: str, options: LoadTest, loading: DraftedLoading, json: bool, jsonl:
 
 
 @contextmanager
-def _server(out: str, asked: Plan, options: LoadTest, loading: DraftedLoading) -> Iterator[tuple[str, str | None]]:
+def _server(
+    out: str, asked: Plan, options: LoadTest, loading: DraftedLoading, adapting: Adapting
+) -> Iterator[tuple[str, str | None]]:
     """The root of the server, and its model's name if it is given."""
     if is_url(out):
         yield server.root_of(out), options.model
         return
-    with server.started(out, _serve_options(asked, loading)) as ready:
-        yield ready["url"], ready["model"]
+    with server.started(out, _serve_options(asked, loading, adapting)) as ready:
+        yield ready["url"], adapting.chosen() or ready["model"]
 
 
-def _serve_options(asked: Plan, loading: DraftedLoading) -> Sequence[str]:
+def _serve_options(asked: Plan, loading: DraftedLoading, adapting: Adapting) -> Sequence[str]:
     """Options of `serve` for the server that is started."""
     batch = max(_SERVED_BATCH, *(level.concurrency for level in asked.levels))
     given: list[Any] = ["--max-batch", batch, "--max-waiting", _WAITING]
@@ -119,4 +121,6 @@ def _serve_options(asked: Plan, loading: DraftedLoading) -> Sequence[str]:
         value = getattr(loading, option.name)
         if value != option.default:
             given += [f"--{option.name.replace('_', '-')}", value]
+    for adapter in adapting.lora or ():
+        given += ["--lora", adapter]
     return [str(part) for part in given]
