@@ -18,24 +18,30 @@ _TESTS_FOR_NONE = tuple(
 )
 
 
+_NUMBERED = "<|tool_call_argument_begin|>"
+"""A text of templates that print the ids of calls, and whose models write ids of names and numbers."""
+
+
 @dataclass(frozen=True)
 class HistoryStyle:
     """What a template reads where templates differ.
 
     missing: stands for the content of a message that only calls tools. thinking: whether reasoning is read as
-    `thinking`, too. one_call: whether only the first call of a message is read.
+    `thinking`, too. one_call: whether only the first call of a message is read. numbered: whether the ids of calls,
+    which the template prints, are `functions.NAME:NUMBER`, as such models write them.
     """
 
     missing: str | None = ""
     thinking: bool = False
     one_call: bool = False
+    numbered: bool = False
 
     @classmethod
     def of(cls, template: str, one_call: bool = False) -> HistoryStyle:
         """The style of a template's text. Most print a missing content as `None`, unless they test for it."""
         missing = None if any(test in template for test in _TESTS_FOR_NONE) else ""
         thinking = any(name in template for name in ("message.thinking", "message['thinking']", 'message["thinking"]'))
-        return cls(missing, thinking, one_call)
+        return cls(missing, thinking, one_call, _NUMBERED in template)
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], style: HistoryStyle, as_text: bool) -> list[Message]:
@@ -48,7 +54,24 @@ def template_messages(messages: Sequence[Mapping[str, Any]], style: HistoryStyle
         written = [_written(place, message, names, style, as_text) for place, message in enumerate(messages)]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"a message is not in OpenAI's form: {type(error).__name__} {error}") from error
+    if style.numbered:
+        _number_calls(written)
     return list(_one_call_each(written)) if style.one_call else written
+
+
+def _number_calls(messages: Sequence[Message]) -> None:
+    """Replace the ids of calls by `functions.NAME:NUMBER`, counted over all messages, also where results name them."""
+    numbered: dict[str, str] = {}
+    count = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            new = f"functions.{call['function']['name']}:{count}"
+            count += 1
+            if "id" in call:
+                numbered[call["id"]] = new
+            call["id"] = new
+        if message.get("tool_call_id") in numbered:
+            message["tool_call_id"] = numbered[message["tool_call_id"]]
 
 
 def _calls(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

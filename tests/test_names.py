@@ -21,7 +21,11 @@ ORDINARY = {
     "codegen": "the layer that generates code",
     "ctrl": "a key of the keyboard",
     "cvt": "an instruction of PTX, which converts",
-    "mistral": "a format of tool calls, by its usual name (runtime/parsers/formats.py)",
+    **dict.fromkeys(
+        ("mistral", "granite", "jamba", "minimax_m2", "seed_oss"),
+        "a format of tool calls, by its usual name (runtime/parsers/formats.py)",
+    ),
+    "minimax": "a part of the tags of such a format",
 }
 """Names of transformers that are words of their own: why each may appear."""
 

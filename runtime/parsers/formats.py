@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from qcompile.errors import UsageError, shown
+from qcompile.runtime.parsers.action_tokens import ActionTokensParser
 from qcompile.runtime.parsers.argument_tags import ArgumentTagsParser
 from qcompile.runtime.parsers.bracket_token import BracketTokenParser
 from qcompile.runtime.parsers.call_parser import CallParser
 from qcompile.runtime.parsers.channels import ChannelsParser
 from qcompile.runtime.parsers.fenced_tokens import FencedTokensParser
-from qcompile.runtime.parsers.function_tags import FunctionTagsParser
+from qcompile.runtime.parsers.function_tags import FunctionTagsParser, SeedTagsParser
+from qcompile.runtime.parsers.invoke_tags import InvokeTagsParser
 from qcompile.runtime.parsers.plain_json import PlainJsonParser
 from qcompile.runtime.parsers.pythonic import PYTHONIC_TOKENS, PythonicParser
 from qcompile.runtime.parsers.reasoning import ReasoningTags
+from qcompile.runtime.parsers.section_tokens import SectionTokensParser
 from qcompile.runtime.parsers.tagged_json import TaggedJsonParser
+from qcompile.runtime.parsers.tagged_list import TaggedListParser, TokenListParser
 from qcompile.runtime.parsers.tools import DeclaredTools
 
 Format = TypeVar("Format")
@@ -49,6 +53,17 @@ TOOL_FORMATS = {
         whole=True,
         content_start="<|channel|>final<|message|>",
     ),
+    "kimi_k2": ToolFormat(
+        SectionTokensParser,
+        [("<|tool_calls_section_begin|>",)],
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    ),
+    "minimax_m2": ToolFormat(InvokeTagsParser, [("<minimax:tool_call>",)], ("<minimax:tool_call>",)),
+    "seed_oss": ToolFormat(SeedTagsParser, [("<seed:tool_call>",)], ("<seed:tool_call>",)),
+    "command_a": ToolFormat(
+        ActionTokensParser, [("<|START_ACTION|>",)], ("<|START_ACTION|>", "<|START_THINKING|>", "<|START_RESPONSE|>")
+    ),
+    "granite": ToolFormat(TokenListParser, [("<|tool_call|>",)], ("<|tool_call|>",)),
     "deepseek": ToolFormat(
         FencedTokensParser,
         [("<｜tool▁calls▁begin｜>",)],
@@ -60,6 +75,7 @@ TOOL_FORMATS = {
     "glm45": ToolFormat(ArgumentTagsParser, [("<arg_key>", "<tool_call>")], ("<tool_call>", "<arg_key>")),
     "qwen3_coder": ToolFormat(FunctionTagsParser, [("<function=", "<parameter=")], ("<tool_call>",)),
     "hermes": ToolFormat(TaggedJsonParser, [("<tool_call>",)], ("<tool_call>",)),
+    "jamba": ToolFormat(TaggedListParser, [("<tool_calls>",)], ("<tool_calls>",)),
     "pythonic": ToolFormat(
         PythonicParser, [("[func_name1(",), ("<|python_start|>",), ("<|tool_call_start|>",)], PYTHONIC_TOKENS
     ),

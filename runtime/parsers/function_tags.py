@@ -10,15 +10,16 @@ from qcompile.runtime.parsers.typed_call import TypedCallParser
 class FunctionTagsParser(TypedCallParser):
     """The outer tag may be missing if the name is that of a tool."""
 
-    markers = ("<tool_call>", "<function=")
+    outer, outer_end = "<tool_call>", "</tool_call>"
+    markers = (outer, "<function=")
     framed = True
 
     def call(self, marker: str) -> Steps[None]:
-        if marker == "<tool_call>":
+        if marker == self.outer:
             yield from self.skip_space()
             yield from self.expect("<function=")
         name, _ = yield from self.take_until((">",), MOST_NAME, "<\n")
-        if marker != "<tool_call>" and not self.tools.knows(name):
+        if marker != self.outer and not self.tools.knows(name):
             raise MalformedError
         self.begin_object(name)
         yield from self.skip_space()
@@ -29,4 +30,12 @@ class FunctionTagsParser(TypedCallParser):
             yield from self.skip_space()
         self.say("}")
         yield from self.skip_space()
-        yield from self.skip("</tool_call>")
+        yield from self.skip(self.outer_end)
+
+
+class SeedTagsParser(FunctionTagsParser):
+    """The same between other tags; a value is all that stands between its own."""
+
+    outer, outer_end = "<seed:tool_call>", "</seed:tool_call>"
+    markers = (outer, "<function=")
+    framed = False

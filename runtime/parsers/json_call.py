@@ -20,6 +20,9 @@ class JsonCallParser(CallParser):
     only_known = False
     """Whether the name of a call must be that of a tool: where the format alone does not tell a call from content."""
 
+    name_key = "name"
+    """The key of a call's name."""
+
     def json_call(self) -> Steps[None]:
         """Read one call, `{"name": ..., "arguments": {...}}`. Other keys are skipped. Raises MalformedError."""
         if self.mark is None:
@@ -33,7 +36,7 @@ class JsonCallParser(CallParser):
             key = yield from self._key()
             if self.only_known and key not in _KEYS:
                 raise MalformedError
-            if key == "name" and name is None:
+            if key == self.name_key and name is None:
                 name = self._checked(json.loads((yield from self.taken(self._string()))))
                 if arguments is not None:
                     self._begin_whole(name, arguments)

@@ -55,6 +55,14 @@ def test_calls_and_results_reach_the_template() -> None:
     assert (two["name"], one["name"]) == ("g", "f")
 
 
+def test_calls_that_are_printed_by_number_are_numbered() -> None:
+    said = {"role": "assistant", "tool_calls": [call("f", "c")]}
+    found = rendered(MESSAGES + "{# <|tool_call_argument_begin|> #}", [*HISTORY, said])
+    ids = [each["id"] for message in found for each in message.get("tool_calls", ())]
+    assert ids == ["functions.f:0", "functions.g:1", "functions.f:2"]
+    assert [message["tool_call_id"] for message in found[2:4]] == ids[1::-1] and HISTORY[2]["tool_call_id"] == "b"
+
+
 def test_a_template_that_tests_for_no_content_gets_none() -> None:
     """Others would print it."""
     source = MESSAGES + "{% for message in messages if message.content is none %}{% endfor %}"

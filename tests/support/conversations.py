@@ -150,6 +150,65 @@ def function_tags(said: Spoken, draw: random.Random) -> str:
     return "\n".join(parts)
 
 
+def seed_tags(said: Spoken, draw: random.Random) -> str:
+    parts = [said.content] if said.content else []
+    for name, arguments in said.calls:
+        lines = "".join(
+            f"<parameter={key}>{value if isinstance(value, str) else _json(value, draw)}</parameter>\n"
+            for key, value in arguments.items()
+        )
+        parts.append(f"<seed:tool_call>\n<function={name}>\n{lines}</function>\n</seed:tool_call>")
+    return "\n".join(parts)
+
+
+def invoke_tags(said: Spoken, draw: random.Random) -> str:
+    text = said.content or ""
+    if not said.calls:
+        return text
+    calls = []
+    for name, arguments in said.calls:
+        lines = "".join(
+            f'<parameter name="{key}">{value if isinstance(value, str) else _json(value, draw)}</parameter>\n'
+            for key, value in arguments.items()
+        )
+        calls.append(f'<invoke name="{name}">\n{lines}</invoke>\n')
+    return f"{text}\n<minimax:tool_call>\n{''.join(calls)}</minimax:tool_call>"
+
+
+def section_tokens(said: Spoken, draw: random.Random) -> str:
+    text = said.content or ""
+    if not said.calls:
+        return text
+    begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    calls = "".join(
+        f"{begin}functions.{name}:{number}{middle}{_json(arguments, draw)}{end}"
+        for number, (name, arguments) in enumerate(said.calls)
+    )
+    return f"{text}<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
+
+
+def action_tokens(said: Spoken, draw: random.Random) -> str:
+    text = f"<|START_RESPONSE|>{said.content}<|END_RESPONSE|>" if said.content else ""
+    calls = [
+        {"tool_call_id": str(number), "tool_name": name, "parameters": arguments}
+        for number, (name, arguments) in enumerate(said.calls)
+    ]
+    return f"{text}<|START_ACTION|>{draw.choice(['', chr(10)])}{_json(calls, draw)}<|END_ACTION|>" if calls else text
+
+
+def token_list(said: Spoken, draw: random.Random) -> str:
+    return _listed(said, draw, "<|tool_call|>", draw.choice(["", "<|/tool_call|>"]))
+
+
+def tagged_list(said: Spoken, draw: random.Random) -> str:
+    return _listed(said, draw, "<tool_calls>", "</tool_calls>")
+
+
+def _listed(said: Spoken, draw: random.Random, opening: str, closing: str) -> str:
+    calls = [{"name": name, "arguments": arguments} for name, arguments in said.calls]
+    return (said.content or "") + (f"{opening}{_json(calls, draw)}{closing}" if calls else "")
+
+
 def _python_or_json(value: Any, draw: random.Random) -> str:
     """Some templates write constants as Python does."""
     return str(value) if value in (None, True, False) and draw.random() < 0.5 else _json(value, draw)
@@ -217,6 +276,12 @@ class Writer:
 
 WRITERS = {
     "harmony": Writer(channels),
+    "kimi_k2": Writer(section_tokens),
+    "minimax_m2": Writer(invoke_tags),
+    "seed_oss": Writer(seed_tags),
+    "command_a": Writer(action_tokens),
+    "granite": Writer(token_list),
+    "jamba": Writer(tagged_list),
     "deepseek": Writer(fenced_tokens),
     "mistral": Writer(bracket_token),
     "glm45": Writer(argument_tags),

@@ -128,6 +128,13 @@ def test_text_without_calls_comes_out_as_it_is(name: str) -> None:
         ("qwen3_coder", "<tool_call>\n<function=search"),
         ("qwen3_coder", "<function=unknown>\n</function>"),
         ("qwen3_coder", '<tool_call>\n{"name": "search"}\n</tool_call>'),
+        ("kimi_k2", "<|tool_calls_section_begin|>nothing"),
+        ("kimi_k2", "<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>[]"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="a b">'),
+        ("minimax_m2", '<invoke name="search"></invoke>'),
+        ("command_a", '<|START_ACTION|>[{"name": "search", "parameters": {}}]'),
+        ("granite", "<|tool_call|>search"),
+        ("jamba", '<tool_calls>["search"]</tool_calls>'),
         ("harmony", "plain words"),
         ("harmony", "<|channel|>analysis"),
         ("harmony", " to=functions.search and more"),
@@ -240,6 +247,14 @@ def test_further_calls_are_left_out_where_one_is_allowed() -> None:
         assert len(found.calls) == 1 and found.calls[0].arguments == "{}" and found.content == "end"
 
 
+def test_parts_between_tokens() -> None:
+    text = "<|START_THINKING|>so\n<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>"
+    for pieces in ([text], list(text)):
+        found = ParsedReply()
+        found.add(events(ReplyParser(calls=TOOL_FORMATS["command_a"].parser(DECLARED)), pieces))
+        assert found == ParsedReply("Hello.", "so\n")
+
+
 def test_messages_of_a_kind_are_joined_by_line_breaks() -> None:
     text = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>"
     text += "<|start|>assistant<|channel|>analysis<|message|>c<|start|>assistant<|channel|>final<|message|>d<|return|>"
@@ -269,6 +284,13 @@ def test_formats_are_chosen_by_the_template_or_by_name() -> None:
         ("<tool_call>\n<function=f>\n<parameter=x>", lambda: TOOL_FORMATS["qwen3_coder"]),
         ("<tool_call>", lambda: TOOL_FORMATS["hermes"]),
         ("no tools here", lambda: None),
+        ("<|tool_calls_section_begin|>", lambda: TOOL_FORMATS["kimi_k2"]),
+        ("<minimax:tool_call>", lambda: TOOL_FORMATS["minimax_m2"]),
+        ("<seed:tool_call><function=f><parameter=x>", lambda: TOOL_FORMATS["seed_oss"]),
+        ("<|START_ACTION|>", lambda: TOOL_FORMATS["command_a"]),
+        ("<|tool_call|>", lambda: TOOL_FORMATS["granite"]),
+        ("<tool_calls>", lambda: TOOL_FORMATS["jamba"]),
+        ("<tool_calls><tool_call>", lambda: TOOL_FORMATS["hermes"]),
         ('{"name": function name, "parameters": dictionary}', lambda: TOOL_FORMATS["llama3_json"]),
         ('"name" and "parameters" of tool_calls in a format of its own', lambda: None),
         ("[func_name1(a=1), func_name2()]", lambda: TOOL_FORMATS["pythonic"]),
