@@ -29,6 +29,8 @@ _INTEGERS = ("awq", "gptq", "pack-quantized", "int-quantized")
 _KEEPING_INTEGERS = {4: "w4a8", 8: "w8a8"}
 """The recipe that keeps integers of so many bits: in groups of 128 inputs for 4 bits, per channel for 8."""
 _SMALL_GROUP, _GROUP = 32, 128
+_INTEGER_BITS = {"U8": 8, "I8": 8, "I32": 32}
+"""Bits of the integers that hold codes, by the name of their type in safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,8 @@ def _gpu() -> tuple[str, str, int]:
 
 def _keeping(directory: Path, gpu: bool) -> str | None:
     """The recipe that keeps the checkpoint's own quantized numbers, if it has such numbers and there is one."""
+    stored = _stored(directory)
     try:
-        config = json.loads((directory / "config.json").read_bytes())
-        stored: Any = config.get("quantization_config") or config.get("compression_config") or {}
         method = str(stored["format" if stored.get("quant_method") == "compressed-tensors" else "quant_method"])
         if method in _KEEPING:
             return _KEEPING[method]
@@ -148,22 +149,52 @@ def _keeping_integers(stored: dict[str, Any], gpu: bool) -> str | None:
 
 
 def count_weights(directory: Path) -> int:
-    """The number of weights of the checkpoint, which is also their bytes in 8 bits; 0 if it has no weight files."""
+    """The number of weights of the checkpoint, which is also their bytes in 8 bits; 0 if it has no weight files.
+
+    Scales and zero points that are stored beside codes count as weights, too.
+    """
     from qcompile.checkpoints.gguf.header import read_header
 
-    files = sorted(directory.glob("*.safetensors"))
+    files, bits = sorted(directory.glob("*.safetensors")), _stored_bits(directory)
     tensors = (place for file in directory.glob("*.gguf") for place in read_header(file).tensors.values())
-    return sum(map(_elements, files)) or sum(math.prod(place.shape) for place in tensors)
+    return sum(_elements(file, bits) for file in files) or sum(math.prod(place.shape) for place in tensors)
 
 
-def _elements(file: Path) -> int:
-    """The number of elements of all tensors in a safetensors file; 0 if it is damaged, which the build reports."""
+def _stored_bits(directory: Path) -> int:
+    """Bits of the codes that the checkpoint's integers hold, if it says that they are few; else 8."""
+    stored = _stored(directory)
+    try:
+        groups = stored.get("config_groups")
+        weights = next(iter(groups.values()))["weights"] if groups else stored
+        algorithm = str(stored.get("quantization", stored).get("quant_algo")).lower()  # of modelopt
+        four = stored.get("load_in_4bit") or stored.get("quant_method") == "mxfp4" or algorithm == "nvfp4"
+        bits = 4 if four else int(weights.get("bits", weights.get("num_bits", 8)))
+        return bits if 1 <= bits <= 8 else 8
+    except (StopIteration, ValueError, AttributeError, KeyError, TypeError):
+        return 8
+
+
+def _stored(directory: Path) -> dict[str, Any]:
+    """What the checkpoint's configuration says of how it is quantized; empty if it is not."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+        found = config.get("quantization_config") or config.get("compression_config")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _elements(file: Path, bits: int) -> int:
+    """The number of weights in a safetensors file; 0 if it is damaged, which the build reports.
+
+    Integers hold several codes of `bits` bits each, as those of AWQ and bitsandbytes do.
+    """
     try:
         with open(file, "rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(min(length, 1 << 27)))
-        sizes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-        return sum(_product(shape) for shape in sizes)
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        return sum(_product(one["shape"]) * _INTEGER_BITS.get(one["dtype"], bits) // bits for one in tensors)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error, RecursionError):
         return 0
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from qcompile import pipeline
 from qcompile.artifact import kept
@@ -292,6 +294,27 @@ def test_the_recipe_fits_the_machine(
         f"{cores} cores (AVX2), {memory // GIB}.0 GiB, {'NVIDIA H100 80GB HBM3 (80.0 GiB)' if gpu else 'no GPU'}"
         == (here.text())
     )
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "shape"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, torch.uint8, (64, 1)),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, torch.int8, (16, 8)),
+        ({"quant_method": "awq", "bits": 4}, torch.int32, (16, 1)),
+        ({"quant_method": "gptq", "bits": 8}, torch.int32, (16, 2)),
+        ({"quant_method": "mxfp4"}, torch.uint8, (2, 2, 16)),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, torch.uint8, (16, 4)),
+        ({"config_groups": {"a": {"weights": {"num_bits": 4}}}}, torch.int32, (16, 1)),
+        ({"quant_method": "gptq", "bits": "many"}, torch.uint8, (16, 8)),
+        (None, torch.bfloat16, (16, 8)),
+    ],
+)
+def test_packed_codes_are_counted(stored: Any, dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+    tensors = {"codes": torch.zeros(shape, dtype=dtype), "norm": torch.ones(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": stored} if stored else {}))
+    assert machine.count_weights(tmp_path) == 128 + 8
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
