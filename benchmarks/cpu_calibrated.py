@@ -44,14 +44,14 @@ ROTATED = {"fold_norms.enabled": "true", "rotate.enabled": "true"}
 SMOOTHED = {"smooth_attention.enabled": "true", "smooth_attention.alpha": "0.5"}
 PLAIN = {f"{name}.enabled": "false" for name in ("fold_norms", "rotate", "center_keys", "smooth_attention")}
 CENTERED = {"center_keys.enabled": "true"}
-TURNED = {"rotate_keys.enabled": "true", **CENTERED}
+ROTATED_KEYS = {"rotate_keys.enabled": "true", **CENTERED}
 NESTED = {**KV32, "assign_precision.activation": "int8_g128"}
 
 TABLE = [
     Row("W4 g128 A16", "w4a16", KV32, 0.056),
     Row("mixllm 10 %", "mixllm", KV32, 0.022),
     Row("mixllm 20 %", "mixllm", {**KV32, "salience.fraction": "0.2"}, 0.018),
-    Row("KV4 alone", "f32", {**KV4, **ROTATED, **TURNED}, 0.055),
+    Row("KV4 alone", "f32", {**KV4, **ROTATED, **ROTATED_KEYS}, 0.055),
     Row("qserve", "qserve", {}, 0.135),
     Row("qserve-channel", "qserve-channel", {}, 0.180),
     Row("w4a4 g128", "w4a4-g128", KV32, 0.480),
@@ -78,7 +78,7 @@ ABLATION = [
     Row("KV4: rounded", "f32", KV4, calibrated=False),
     Row("KV4: + rotation of values", "f32", {**KV4, **ROTATED}, calibrated=False),
     Row("KV4: + SmoothAttention", "f32", {**KV4, **ROTATED, **SMOOTHED}),
-    Row("KV4: rotation of queries and keys in its place", "f32", {**KV4, **ROTATED, **TURNED}),
+    Row("KV4: rotation of queries and keys in its place", "f32", {**KV4, **ROTATED, **ROTATED_KEYS}),
     Row("MixLLM: W4 g128 A8 g128", "mixllm", {**KV32, "salience.fraction": "0"}, calibrated=False),
     Row("MixLLM: + 10 % of each layer by rounding error", "mixllm", KV32, calibrated=False),
     Row("MixLLM: + 10 % of all by Fisher alone", "mixllm", {**MIX, **QOQ, "salience.first_order": "false"}),

@@ -27,7 +27,7 @@ class CenterKeys(Pass):
     """Subtracts a mean key, one per KV head, from the keys after the rotary embedding.
 
     The mean is measured on calibration text before RoPE, then rotated to and averaged over all positions the model
-    supports: calibration text may cover the first positions only, and a pair of channels that has turned by half a
+    supports: calibration text may cover the first positions only, and a pair of channels that has rotated by half a
     circle since would be moved away from zero. The kernel that appends keys subtracts it. Where scores are capped or
     compared with sinks, attention gets the mean as an argument. Attentions whose keys are rotated in another way are
     listed in the notes, as is missing calibration text. `fired` counts attentions.
@@ -92,11 +92,11 @@ def _over_positions(graph: Graph, mean: Tensor, rope: fx.Node) -> Tensor:
 
 
 def _obstacle(graph: Graph, attention: fx.Node) -> str | None:
-    """Why the keys of `attention` are not centered; None if they are only keys, and turn with known positions."""
+    """Why the keys of `attention` are not centered; None if they are only keys, and rotate with known positions."""
     if value_features(attention) is not None:
         return "features of its keys are also its values, which must stay as they are"
     key = ops.operand(attention, "k")
     if ops.name_of(key.target) != "rope":
         return None
     known = ops.operand(key, "positions") in graph.inputs and graph.is_weight(ops.operand(key, "inv_freq"))
-    return None if known else "its keys are turned by something other than their positions"
+    return None if known else "its keys are rotated by something other than their positions"

@@ -30,15 +30,15 @@ def changeable_gemms(graph: Graph) -> list[fx.Node]:
 
 def _gemms_before(graph: Graph, nodes: list[fx.Node]) -> set[fx.Node]:
     """Gemms whose results reach one of `nodes` without passing through another gemm."""
-    found: set[fx.Node] = set()
+    gemms: set[fx.Node] = set()
     frontier = [source for node in nodes for source in node.all_input_nodes]
     while frontier:
         node = frontier.pop()
         if ops.name_of(node.target) in GEMMS:
-            found.add(node)
+            gemms.add(node)
         elif not graph.is_weight(node):
             frontier += node.all_input_nodes
-    return found
+    return gemms
 
 
 def change_precision(

@@ -133,9 +133,9 @@ class Rotate(Pass):
         graph.weights.add_tensor(f"{self.name}.ones{block}", torch.ones(block))
         matrix, ones = (graph.weight(f"{self.name}.{name}") for name in (f"core{core}", f"ones{block}"))
         with graph.fx.inserting_after(value):
-            turned = graph.call("hadamard", value, matrix, block)
+            rotated = graph.call("hadamard", value, matrix, block)
         for reader in readers:
-            ops.set_operands(reader, x=turned)
+            ops.set_operands(reader, x=rotated)
             _rotate_inputs(graph, reader, ones)
         return len(readers)
 

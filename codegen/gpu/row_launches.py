@@ -224,7 +224,7 @@ def hadamard(context: PlanContext, c: Hadamard | fused.GatedHadamard) -> Iterato
     if direct and b.stride != b.width:
         raise UnsupportedError(f"{b.width} columns are not whole blocks")
     spec = HadamardSpec(b.width, context.buffer(c.x).stride, c.block, c.core_order, act)
-    out = context.ref(c.out) if direct else ScratchRef("turned", 4 * b.width, (b.rows,))
+    out = context.ref(c.out) if direct else ScratchRef("rotated", 4 * b.width, (b.rows,))
     args: Operands = {"x": context.ref(c.x), "out": out, "core": WeightRef(c.core)}
     kernel = spec.kernel(context.capability)
     yield single_launch(c.name, b.rows, kernel, (GridSize(b.rows), 1, 1), args)

@@ -54,15 +54,15 @@ class LossMeter:
         starts = sorted(((self._start(unit), unit) for unit in units), key=lambda start: order[start[0]])
         costs = [sum(unit.weights for _, unit in starts[place:]) >> 10 for place in range(len(starts))]
         total, done = sum(costs) * len(pairs), 0
-        found = {}
+        losses = {}
         for (start, unit), cost in zip(starts, costs, strict=True):
             sweep.advance(start)
             for pair in pairs:
                 if unit.takes(pair):
                     forked = sweep.fork(self._changed({unit: pair}))
-                    found[unit, pair] = self._loss(row[0].float().log_softmax(-1) for row in forked.finish())
+                    losses[unit, pair] = self._loss(row[0].float().log_softmax(-1) for row in forked.finish())
                 progress(STAGE, done := done + cost, total)
-        return found
+        return losses
 
     def mixed(self, choice: Mapping[GemmUnit, FormatPair]) -> LogitLoss:
         """The loss with all these units in these formats."""
@@ -89,9 +89,9 @@ class LossMeter:
     def _loss(self, rows: Any) -> LogitLoss:
         """The loss of the logarithms of probabilities [length, vocabulary] of each sample."""
         divergence, likelihood, tokens = 0.0, 0.0, 0
-        for ids, found, exact in zip(self._tokens, rows, self._exact, strict=True):
-            divergence += float(torch.nn.functional.kl_div(found, exact, reduction="sum", log_target=True)) / len(ids)
-            likelihood -= float(found[:-1].gather(1, ids[1:, None]).double().sum())
+        for ids, logits, exact in zip(self._tokens, rows, self._exact, strict=True):
+            divergence += float(torch.nn.functional.kl_div(logits, exact, reduction="sum", log_target=True)) / len(ids)
+            likelihood -= float(logits[:-1].gather(1, ids[1:, None]).double().sum())
             tokens += len(ids) - 1
         nats = likelihood / tokens
         return LogitLoss(max(divergence / len(self._tokens), 0.0), math.exp(nats) if nats < 700 else math.inf)

@@ -42,11 +42,11 @@ def bits_of_mix(mix: Mix) -> float:
 def growing(losses: Losses) -> list[Mix]:
     """The mixes from the smallest to the one with the least loss, each larger by one step than the one before."""
     mix, steps = _start(losses)
-    found = [dict(mix)]
+    mixes = [dict(mix)]
     for step in steps:
         mix[step.unit] = step.pair
-        found.append(dict(mix))
-    return found
+        mixes.append(dict(mix))
+    return mixes
 
 
 def within(losses: Losses, bits: float) -> Mix:

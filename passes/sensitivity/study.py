@@ -144,7 +144,7 @@ def formats_for(given: Sequence[str], recipe: Resolved, target: str) -> list[For
     """
     usual = str(recipe.settings()["assign_precision"]["activation"])
     machine = get_target(target)
-    found = []
+    formats = []
     for weight, _, activation in (text.partition(":") for text in given or COMPARED):
         format = weight_format(weight)
         meeting = [kind.name for kind in format.activations]
@@ -154,10 +154,10 @@ def formats_for(given: Sequence[str], recipe: Resolved, target: str) -> list[For
         if format.marks_rows:
             raise UsageError(f"--formats {weight}: its rows differ in bits; take recipe auto with --target-bits")
         if pair.has_kernels(machine):
-            found.append(pair)
+            formats.append(pair)
         elif given:
             raise UsageError(f"--formats {pair}: target {target} has no kernels for it")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(formats))
 
 
 def study(subject: Subject, pairs: Sequence[FormatPair], bits: float | None, progress: Progress) -> Study:
@@ -174,11 +174,11 @@ def study(subject: Subject, pairs: Sequence[FormatPair], bits: float | None, pro
     spread = [mix for mix in _spread(growing(alone)) if mix not in [each for _, each in wanted]]
     wanted += [(f"mix {number}", mix) for number, mix in enumerate(spread, 1)]
     chosen = [("chosen", within(alone, bits))] if bits else []
-    found = []
+    mixes = []
     for number, (name, mix) in enumerate(wanted + chosen):
         progress(MIXES, number, len(wanted + chosen))
-        found.append(MeasuredMix(name, mix, meter.mixed(mix), sum(alone[key] for key in mix.items())))
-    return Study(subject, tokens, meter.exact, losses, found[: len(wanted)], found[-1] if chosen else None)
+        mixes.append(MeasuredMix(name, mix, meter.mixed(mix), sum(alone[key] for key in mix.items())))
+    return Study(subject, tokens, meter.exact, losses, mixes[: len(wanted)], mixes[-1] if chosen else None)
 
 
 def _prepared(subject: Subject, progress: Progress) -> tuple[Graph, list[GemmUnit]]:
@@ -191,11 +191,11 @@ def _prepared(subject: Subject, progress: Progress) -> tuple[Graph, list[GemmUni
     plain = tuple(exact.get(each.name, each) for each in passes)
     graphs, records = rewrite(subject.model, plain, ImportOptions(subject.source, subject.text), Clock(progress))
     assigned = graphs[[record.name for record in records].index(AssignPrecision.name)]
-    found, layers = units(graphs[-1], assigned)
+    linears, layers = units(graphs[-1], assigned)
     if subject.layers:
         chosen = Rule("--layers", layers=subject.layers).numbers(layers)
-        found = [unit for unit in found if unit.layer in chosen]
-    return graphs[-1], found
+        linears = [unit for unit in linears if unit.layer in chosen]
+    return graphs[-1], linears
 
 
 def _spread(mixes: Sequence[Mix]) -> list[Mix]:

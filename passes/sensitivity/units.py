@@ -94,7 +94,7 @@ def units(quantized: Graph, assigned: Graph) -> tuple[list[GemmUnit], int]:
     Routers of experts are no units: they stay in float32.
     """
     linears, layers = sites(assigned)
-    found = []
+    listed = []
     for gemm in changeable_gemms(quantized):
         names = set(weight_names(quantized, gemm))
         parts = [site for site in linears if site.names and names.issuperset(site.names)]
@@ -105,8 +105,8 @@ def units(quantized: Graph, assigned: Graph) -> tuple[list[GemmUnit], int]:
         of_experts = ops.name_of(gemm.target) == "expert_gemm"
         share = _share(gemm) if of_experts else 1.0
         named = _distinct(site.names[0] for site in parts)
-        found.append(GemmUnit(gemm.name, parts[0].layer, roles, named, outputs, inputs, of_experts, share))
-    return found, layers
+        listed.append(GemmUnit(gemm.name, parts[0].layer, roles, named, outputs, inputs, of_experts, share))
+    return listed, layers
 
 
 def _share(gemm: fx.Node) -> float:

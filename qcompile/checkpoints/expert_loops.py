@@ -32,7 +32,7 @@ ROWWISE = {
 OVER_FEATURES = {"chunk", "split"}
 """Functions that do so along the last dimension."""
 _ATTRIBUTES: Any = Tensor
-_TURNS = (_ATTRIBUTES.T.__get__, _ATTRIBUTES.mT.__get__)
+_TRANSPOSES = (_ATTRIBUTES.T.__get__, _ATTRIBUTES.mT.__get__)
 _SHAPE = _ATTRIBUTES.shape.__get__
 _FACTS = (_ATTRIBUTES.dtype.__get__, _ATTRIBUTES.device.__get__)
 PRODUCTS = {"linear", "matmul", "__matmul__", "mm"}
@@ -178,9 +178,9 @@ class ExpertLoops(TorchFunctionMode):
         if (
             first is not None
             and first.kind == "weight"
-            and (turned := self._turned(func, name, first, args)) is not None
+            and (transposed := self._transposed(func, name, first, args)) is not None
         ):
-            return turned
+            return transposed
         if name in PRODUCTS and len(args) == 2 and not kwargs:
             return self._product(name, *args)
         if name == "index_add_" and len(args) == 4 and args[1] == 0 and not kwargs:
@@ -267,10 +267,10 @@ class ExpertLoops(TorchFunctionMode):
             return self._note(flat[:, None] if len(kinds) == 3 else flat, "rows", choice)
         return None
 
-    def _turned(self, func: Any, name: str, known: _Known, args: Any) -> Tensor | None:
+    def _transposed(self, func: Any, name: str, known: _Known, args: Any) -> Tensor | None:
         """The transposed weights of the pairs: they are transposed where they are multiplied."""
-        turns = name in ("t", "numpy_T") or func in _TURNS
-        if not turns or args[0].dim() != 3 or known.source is None:
+        transposes = name in ("t", "numpy_T") or func in _TRANSPOSES
+        if not transposes or args[0].dim() != 3 or known.source is None:
             return None
         return self._weights(known.source, known.choice, not known.transposed)
 

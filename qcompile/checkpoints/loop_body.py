@@ -24,7 +24,7 @@ _ASKS = {
 """Functions of the shape and type of a tensor, which do not read its values."""
 _FACTS = (torch.dtype, torch.device, torch.Size)
 _ATTRIBUTES: Any = Tensor
-_TURNS = {"t": _ATTRIBUTES.T.__get__, "mT": _ATTRIBUTES.mT.__get__}
+_TRANSPOSES = {"t": _ATTRIBUTES.T.__get__, "mT": _ATTRIBUTES.mT.__get__}
 """Attributes that transpose, by the names of functions that do the same."""
 
 
@@ -134,7 +134,7 @@ class Recorder:
             raise refused(f"gives the number of a token to {name}")
         if name in _IN_PLACE or name == "__set__" or (name.endswith("_") and not name.startswith("__")):
             raise refused(f"changes a tensor in place by {name}: use its form that makes a new one")
-        name = next((turn for turn, of in _TURNS.items() if func == of), name)
+        name = next((turn for turn, of in _TRANSPOSES.items() if func == of), name)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         versions = [version(tensor) for tensor in tensors]
         with disable_proxy_modes_tracing():  # results have shapes, and no place in the trace

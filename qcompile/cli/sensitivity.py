@@ -99,10 +99,10 @@ def sensitivity(
         source = CalibrationSource(given, text.samples, text.length, text.seed)
         remote = {"allow_remote": allow_remote_code}
         subject = studies.Subject(directory, recipe, studied.target, source, remote, studied.layers)
-        found = studies.study(subject, pairs, result.bits, progress)
+        measured = studies.study(subject, pairs, result.bits, progress)
     if result.write_recipe is not None:
-        _write(result.write_recipe, studies.recipe_for(found, result.write_recipe.stem))
-    facts = found.facts()
+        _write(result.write_recipe, studies.recipe_for(measured, result.write_recipe.stem))
+    facts = measured.facts()
     if result.plot is not None:
         from qcompile.cli import sensitivity_plot
 

@@ -25,7 +25,7 @@ from qcompile.exports.tensors import Tensors
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """llama.cpp's names of the model types of transformers that are written."""
 TURNED = {"llama"}
-"""Architectures whose rotary embedding turns neighbouring features in llama.cpp: rows of heads have another order."""
+"""Architectures whose rotary embedding rotates neighbouring features in llama.cpp: rows of heads have another order."""
 
 
 def write(source: ArtifactSource, out: Path) -> Exported:
@@ -95,10 +95,10 @@ def _architecture(source: ArtifactSource) -> str:
     rope = getattr(config, "rope_parameters", None) or {}
     kind, window = rope.get("rope_type", "default"), getattr(config, "sliding_window", None)
     windows = any(each != "full_attention" for each in getattr(config, "layer_types", None) or ())
-    turned = rope.get("partial_rotary_factor", 1.0)
+    rotated_share = rope.get("partial_rotary_factor", 1.0)
     for name, value, right in (
         ("rope_type", kind, kind == "default"),
-        ("partial_rotary_factor", turned, turned == 1.0),
+        ("partial_rotary_factor", rotated_share, rotated_share == 1.0),
         ("hidden_act", config.hidden_act, config.hidden_act == "silu"),
         ("sliding_window", window, not windows and (config.model_type != "mistral" or window is None)),
     ):
@@ -138,7 +138,7 @@ def _stored(tensors: Tensors, chosen: list[str], config: Any) -> Iterator[tuple[
 
 
 def _turned(rows: int, heads: int) -> Tensor:
-    """The order of rows in which features that are turned together are neighbours; they are halves of a head before."""
+    """The order of rows in which features that rotate together are neighbours; before, they are halves of a head."""
     return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
 
 

@@ -216,8 +216,8 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, interle
     head, tail = x[..., :rotary], x[..., rotary:]
     a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
     c, d = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack((c, d), -1).flatten(-2) if interleaved else torch.cat((c, d), -1)
-    return torch.cat((turned, tail), -1)
+    rotated = torch.stack((c, d), -1).flatten(-2) if interleaved else torch.cat((c, d), -1)
+    return torch.cat((rotated, tail), -1)
 
 
 def attend(

@@ -198,8 +198,8 @@ def rope_append(  # parameters: the schema of an operator is flat
     new cache].
     """
     layout = HeadLayout(offsets, heads, kv_heads, head_dim)
-    turn = HeadTransform(positions, inv_freq, scaling, interleaved, center, block, query_table, query_weight)
-    qkv, k, v = transform_heads(qkv, layout, turn)
+    transform = HeadTransform(positions, inv_freq, scaling, interleaved, center, block, query_table, query_weight)
+    qkv, k, v = transform_heads(qkv, layout, transform)
     return [qkv, kv_append(k, v, positions, sequence, block_table, cache, layer, format)]
 
 
@@ -222,9 +222,9 @@ def rope_heads(  # parameters: the schema of an operator is flat
 
     After the factors `table` [P, 1] and `weight` [D], `center` [heads * D] is subtracted, as from keys.
     """
-    turn = HeadTransform(positions, inv_freq, scaling, interleaved, None, 0, table, weight)
+    transform = HeadTransform(positions, inv_freq, scaling, interleaved, None, 0, table, weight)
     end = offset + heads * head_dim
-    part = turn.of_queries(x[:, offset:end].reshape(-1, heads, head_dim))
+    part = transform.of_queries(x[:, offset:end].reshape(-1, heads, head_dim))
     part = reference("rotate_heads")(part, center, block)
     return x.slice_scatter(part.flatten(1), 1, offset, end)
 

@@ -81,8 +81,8 @@ def _includable(given: Any) -> Any:
     reasoning have it as it is."""
     for place, name in enumerate(given) if isinstance(given, list) else ():
         if name not in (_LOGPROBS, "reasoning.encrypted_content"):
-            found = {"place": place, "name": shown(name)}
-            raise PydanticCustomError("include", "{name} (number {place}) is not supported", found)
+            facts = {"place": place, "name": shown(name)}
+            raise PydanticCustomError("include", "{name} (number {place}) is not supported", facts)
     return given
 
 

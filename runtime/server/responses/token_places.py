@@ -57,9 +57,9 @@ class TokenPlaces:
             return False
         start = self._end
         for shown in (self._held, self._held.lstrip(" ")):  # some tokenizers drop the first space of a text
-            found = sample.text.find(shown, start, start + len(shown) + _SKIPPED)
-            if found >= 0 and shown:
-                start, self._end = found, found + len(shown)
+            at = sample.text.find(shown, start, start + len(shown) + _SKIPPED)
+            if at >= 0 and shown:
+                start, self._end = at, at + len(shown)
                 break
         begun = bool(self._decoder.getstate()[0])  # a character that the next token completes
         self._places.append(_Place(start, self._end + begun, number))
@@ -79,8 +79,8 @@ class TokenPlaces:
         ]
         if inside:
             self._told = inside[-1] + 1
-        tokens, found = self._sample.token_ids, self._sample.logprobs
-        return [_in_bytes(self._speller.chat_token(tokens[number], found[number], self._top)) for number in inside]
+        tokens, reported = self._sample.token_ids, self._sample.logprobs
+        return [_in_bytes(self._speller.chat_token(tokens[number], reported[number], self._top)) for number in inside]
 
 
 def _in_bytes(told: dict[str, Any]) -> dict[str, Any]:
