@@ -563,6 +563,20 @@ MUTATIONS = (
         "tests/runtime/server/test_service.py -k overflow",
     ),
     Mutation(
+        "a forked run overwrites values of the run that it comes from",
+        "passes/calibration/sweep.py",
+        "other._borrowed = set(other._shelves)",
+        "other._borrowed = set()",
+        "tests/passes/sensitivity/test_losses.py -k alone",
+    ),
+    Mutation(
+        "a mix exceeds the bits that are allowed",
+        "passes/sensitivity/mixes.py",
+        "if size + step.bytes > most:",
+        "if size > most:",
+        "tests/passes/sensitivity/test_mixes.py",
+    ),
+    Mutation(
         "weights that a draft shares are chosen again for it",
         "passes/calibration/calibrate.py",
         ' and ops.operand(weight, "codes") is None:',
