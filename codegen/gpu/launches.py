@@ -55,7 +55,7 @@ MOST_ITEMS = (1 << 31) - 1
 MOST_OUTPUTS = 512
 """Most rows with logits of a step, and most sequences."""
 SPLIT_ROWS = 512
-"""Up to so many rows of a step, split_k has the same scratch memory; beyond, as much as the largest step takes."""
+"""Up to this number of rows, split_k has the same scratch memory; beyond, as much as the largest step takes."""
 TEXT_TOKENS = 1 << 12
 """Most tokens of a text that n-gram lookup searches; a power of two."""
 
@@ -207,7 +207,7 @@ class LaunchPlan:
 
 
 def most_rows(program: Program) -> int:
-    """Most rows of a step of `program`: fewer than MOST_ROWS if a buffer of so many would have over MOST_ITEMS."""
+    """Most rows of a step of `program`: fewer than MOST_ROWS if a buffer of MOST_ROWS rows had over MOST_ITEMS."""
     widest = max((buffer.stride for buffer in program.buffers if buffer.rows == "tokens"), default=1)
     return min(MOST_ROWS, MOST_ITEMS // widest)
 

@@ -67,7 +67,7 @@ _rehearsals: list[Rehearsal] = []
 def rehearsed(passes: Iterable[tuple[int | None, Callable[[], Any]]]) -> Iterator[None]:
     """Traces in the context take masks from `passes`, forward passes with numbers, which must agree in their masks.
 
-    With the number of tokens of a pass, its masks are proved for so many; else for the model's context.
+    With the number of tokens of a pass, its masks are proved for that number; else for the model's context.
     """
     rehearsal, every = Rehearsal(), []
     _rehearsals.append(rehearsal)

@@ -60,7 +60,7 @@ def _prompts(llm: LLM, data: Path | None, tokens: int) -> list[list[int]]:
 
 
 def _generate(llm: LLM, prompt: list[int], sizes: Sizes) -> RequestOutput:
-    """One greedy output of so many tokens."""
+    """One greedy output of `sizes.tg` tokens."""
     return llm.generate([prompt], temperature=0, max_tokens=sizes.tg, ignore_eos=True, lora=sizes.adapter)[0]
 
 

@@ -68,7 +68,7 @@ def remove(
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Artifacts or models, as `cache list` names them.")
     ] = None,
     unused: Annotated[
-        int | None, typer.Option("--unused", min=0, metavar="DAYS", help="Remove what was not used for so many days.")
+        int | None, typer.Option("--unused", min=0, metavar="DAYS", help="Remove what was not used for DAYS days.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Remove everything, kernels and traces of models as well.")

@@ -19,7 +19,7 @@ _LEAST, _MOST = 0.1, 30.0
 
 
 class Estimate:
-    """The expected seconds of a build of a model with so many weights, part by part.
+    """The expected seconds of a build of a model by its number of weights, part by part.
 
     The parts are: to import the compiler, the passes, the weights, and what the compilation of the kernels takes longer
     than the weights, since both run at once.

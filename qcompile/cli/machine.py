@@ -27,7 +27,7 @@ compressed-tensors."""
 _INTEGERS = ("awq", "gptq", "pack-quantized", "int-quantized")
 """The same: those whose weights are integers."""
 _KEEPING_INTEGERS = {4: "w4a8", 8: "w8a8"}
-"""The recipe that keeps integers of so many bits: in groups of 128 inputs for 4 bits, per channel for 8."""
+"""The recipe that keeps integers, by their bits: in groups of 128 inputs for 4 bits, per channel for 8."""
 _SMALL_GROUP, _GROUP = 32, 128
 _INTEGER_BITS = {"U8": 8, "I8": 8, "I32": 32}
 """Bits of the integers that hold codes, by the name of their type in safetensors files."""

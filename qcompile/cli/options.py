@@ -86,7 +86,7 @@ ExtraPasses = Annotated[
 
 
 def divided(ranks: int | None) -> dict[str, str]:
-    """The options of passes that divide a model over so many processes."""
+    """The options of passes that divide a model over `ranks` processes."""
     return {"shard.ranks": str(ranks)} if ranks is not None and ranks > 1 else {}
 
 

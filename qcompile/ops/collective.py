@@ -64,7 +64,7 @@ class RankGroup:
 def all_reduce(x: Tensor, ranks: int) -> Tensor:
     """The sum of x [...] over `ranks` ranks, added in their order, so that all have the same bits.
 
-    Raises UsageError unless a RankGroup of so many ranks runs the graph; one rank needs none.
+    Raises UsageError unless a RankGroup of `ranks` ranks runs the graph; one rank needs none.
     """
     if ranks == 1:
         return x.clone()

@@ -62,7 +62,7 @@ class Rule:
     activation: str = ""
 
     def numbers(self, layers: int) -> frozenset[int]:
-        """The numbers of the layers it selects, in a model of so many. Raises UsageError for one that there is not."""
+        """The layers that it selects in a model of `layers` layers. Raises UsageError for one that does not exist."""
         chosen: set[int] = set()
         for part in filter(None, (part.strip() for part in self.layers.split(","))):
             given = _PART.fullmatch(part)

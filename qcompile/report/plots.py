@@ -19,7 +19,7 @@ COLORS[OTHER_WEIGHTS] = "#aeb5c0"
 BEFORE, AFTER, GRID = "#c9ced6", "#0b6e99", "#e6e9ee"
 _STYLE: Any = {"svg.hashsalt": "qcompile", "svg.fonttype": "none", "font.size": 8, "font.family": "sans-serif"}
 _MOST_TICKS = 16
-"""Up to so many layers, each has its number at the axis."""
+"""Up to this number of layers, each has its number at the axis."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ def attention_work(
 ) -> tuple[AttentionWork, AttentionWork]:
     """The work of the kernels for decoding and of those for prompts, for sequences of `lengths` rows over `pages`.
 
-    splits: how many a context of so many pages has. Sequences of few rows at the beginning of a step, where schedulers
-    put them, are decoded even if prompts follow: kernels for prompts would take several times as long for them.
+    splits: number of splits of a context, by its pages. Sequences of few rows at the beginning of a step, where
+    schedulers put them, are decoded even if prompts follow: kernels for prompts would take several times as long for
+    them.
     """
     decoding = next((i for i, count in enumerate(lengths) if count > plan["most_queries"]), len(lengths))
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _FEWEST_ROWS = 512
-"""Steps of so many rows are the smallest that loading chooses."""
+"""Steps of this number of rows are the smallest that loading chooses."""
 _BUFFER_SHARE = 4
 """Loading chooses steps whose buffers take at most 1 / 4 of the memory for buffers, cache and states."""
 

@@ -70,7 +70,7 @@ class DeviceMasks:
         return bool(self._wanted) and self._items(len(self._wanted)) > (self._numbers.items if self._numbers else 0)
 
     def _items(self, masks: int) -> int:
-        """Numbers of an array with so many masks."""
+        """Numbers of an array with `masks` masks."""
         return self._rows + masks * self._words
 
     def grow(self) -> None:

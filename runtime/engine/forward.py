@@ -54,7 +54,7 @@ def sequence_logits(
 def places(
     executor: StepExecutor, scheduler: Scheduler, lengths: Sequence[int], adapter: str | None = None
 ) -> Iterator[list[tuple[list[int], int]]]:
-    """KV pages and a slot of recurrent states for each of some sequences of so many tokens, which are given back.
+    """KV pages and a slot of recurrent states for each of some sequences of these lengths, which are given back.
 
     Running requests may be preempted for them. `adapter` is the one that all have. Raises ResourceError if the cache is
     too small.

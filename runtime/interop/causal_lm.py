@@ -107,7 +107,7 @@ class CompiledCausalLM(torch.nn.Module):
         """Float32 logits [batch, tokens, vocab] of input_ids [batch, tokens], and with labels their mean loss.
 
         labels: as input_ids; -100 does not count, nor does a label whose token before is padding. logits_to_keep: of
-        so many last tokens, 0 for all, or a tensor of positions. use_cache: without effect. Logits of padding are
+        a number of last tokens, 0 for all, or a tensor of positions. use_cache: without effect. Logits of padding are
         zeros. Raises UnsupportedError for further arguments, UsageError.
         """
         _refuse_rest(others, "the forward pass")

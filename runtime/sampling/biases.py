@@ -1,6 +1,6 @@
 """Biases on a request's tokens, and tokens that it may not choose: these have a bias of minus infinity.
 
-Biases are the same along most outputs. Two options change them: `min_tokens`, after so many tokens, and words of
+Biases are the same along most outputs. Two options change them: `min_tokens`, after that number of tokens, and words of
 `bad_words` with several tokens, of which the last is banned where the others stand before it. An executor gets the
 biases for a whole call, so a call ends where they change (`TokenBiases.until`).
 """
@@ -106,7 +106,7 @@ class TokenBiases:
             self._recent = [*self._recent, token][1 - self._longest :]
 
     def until(self, count: int) -> int | None:
-        """The biases after `count` tokens of output hold until there are so many; None: to the end."""
+        """The length of the output up to which the biases after `count` tokens hold; None: to the end."""
         if self._table.words:
             return count + 1
         return self._table.least if count < self._table.least else None

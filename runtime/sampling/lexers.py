@@ -10,7 +10,7 @@ from typing import Any
 class Lexer:
     """A lexer of a grammar. matcher: llguidance's, at the start of a text; its copies use the same lexer.
 
-    compile: returns a new matcher. A lexer may have only so many states: where it has them, `renew` is called.
+    compile: returns a new matcher. The states of a lexer are limited: at the limit, `renew` is called.
     """
 
     def __init__(self, matcher: Any, compile: Callable[[], Any]) -> None:

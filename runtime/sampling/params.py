@@ -52,9 +52,9 @@ class SamplingParams:
     returned, the best first; None is n. structured_outputs: the language of the output, as StructuredOutputsParams or
     by the names of its fields. min_tokens: number of tokens before which nothing ends the output: what would is not
     chosen. allowed_token_ids: the only tokens that may be chosen. bad_words: texts that are not generated, in the
-    tokens that the tokenizer encodes them with. truncate_prompt_tokens: keep so many of the prompt's last tokens; -1
-    as many as fit. priority: of requests that wait, those with the lowest number run first. lora: the name of the
-    adapter that the request has (`load(lora=...)`); None is the model alone. Numbers may be numpy's.
+    tokens that the tokenizer encodes them with. truncate_prompt_tokens: number of the prompt's last tokens that are
+    kept; -1 as many as fit. priority: of requests that wait, those with the lowest number run first. lora: the name of
+    the adapter that the request has (`load(lora=...)`); None is the model alone. Numbers may be numpy's.
     """
 
     n: int = 1

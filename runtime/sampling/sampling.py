@@ -165,7 +165,7 @@ class Sampler:
         return SamplingInputs(*limits, first, uniforms, penalties, bias, known, reports, masks)
 
     def _new_reports(self, known: int, chosen: int) -> DoubleArray | None:
-        """Room for the reports of so many known tokens, and of so many chosen ones if they are to be reported."""
+        """Room for the reports of `known` known tokens, and of `chosen` chosen ones if they are to be reported."""
         params, alternatives = self.params, []
         if known:
             alternatives.append(params.prompt_logprobs or 0)

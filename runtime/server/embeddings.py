@@ -104,7 +104,7 @@ class EmbeddingsRoute:
 
 
 def _groups(texts: Sequence[list[int]], most: int) -> Iterator[list[list[int]]]:
-    """Consecutive texts of at most so many tokens together, or one longer text."""
+    """Consecutive texts of at most `most` tokens together, or one longer text."""
     group: list[list[int]] = []
     for text in texts:
         if group and sum(map(len, group)) + len(text) > most:

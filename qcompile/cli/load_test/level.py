@@ -1,4 +1,4 @@
-"""Runs one level: so many clients that wait for their answers, or requests at random times of a mean rate."""
+"""Runs one level: a number of clients that wait for their answers, or requests at random times of a mean rate."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Run:
 
 
 async def warm_up(session: aiohttp.ClientSession, endpoint: Endpoint, queries: Iterator[Query], count: int) -> None:
-    """Send so many requests at once, with short answers, and wait for them."""
+    """Send `count` requests at once, with short answers, and wait for them."""
     short = [next(queries) for _ in range(count)]
     asked = [Query(query.prompt, min(query.output_tokens, _WARM_TOKENS), query.given) for query in short]
     await asyncio.gather(*(send(session, endpoint, query) for query in asked))

@@ -60,7 +60,7 @@ class Material:
     per_token: float = 1.0
 
     def cut(self, start: float, tokens: int) -> Prompt:
-        """About so many tokens from the place `start` (a share of the text) on. At its end the text starts again."""
+        """About `tokens` tokens from the place `start` (a share of the text) on. At its end the text starts again."""
         size = len(self.content)
         first, count = int(start * size), max(1, round(tokens * self.per_token))
         if isinstance(self.content, str):

@@ -96,7 +96,7 @@ class Replica:
         self._send(signal.SIGTERM)
 
     async def close(self, seconds: float) -> None:
-        """Wait until the process has ended, and kill it after so many seconds."""
+        """Wait until the process has ended, and kill it after `seconds`."""
         self.end()
         if self._process is None:
             return
