@@ -1,7 +1,7 @@
 """The `qcompile` command, also as `python -m qcompile`: its subcommands, and how it ends.
 
 Results are printed to stdout, everything else to stderr. Each command imports what it needs when it runs: only
-`build`, `passes`, `recipes`, `sensitivity`, `doctor` and `export` wait for torch.
+`build`, `passes`, `recipes`, `sensitivity`, `doctor`, `train-draft` and `export` wait for torch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
     "bench": "measure.bench",
     "tune": "measure.tune",
     "sensitivity": "sensitivity.sensitivity",
+    "train-draft": "train_draft.train_draft",
     "inspect": "artifacts.inspect",
     "verify": "artifacts.verify",
     "export": "artifacts.export",

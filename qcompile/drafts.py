@@ -24,6 +24,7 @@ from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import Program
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Graph, ModelInfo
+from qcompile.heads.layout import is_head
 from qcompile.passes.base import Pass, PassRecord, run_passes
 from qcompile.passes.rewrite import ImportOptions, rewrite
 from qcompile.recipes import RecipeDraft
@@ -123,9 +124,14 @@ class Drafts:
     def of(drafts: str | Path | Sequence[Any], recipe: RecipeDrafts, passes: tuple[Pass, ...]) -> Drafts:
         """The drafts in the form that `build` takes, after those of the recipe.
 
-        Raises UsageError if lookup is not the last.
+        Raises UsageError if lookup is not the last, UnsupportedError for a draft head.
         """
         listed = (drafts,) if isinstance(drafts, str | Path) else tuple(drafts)
+        for draft in listed:
+            if isinstance(draft, str | Path) and is_head(Path(draft)):
+                raise UnsupportedError(
+                    f"draft {draft} is a draft head, which reads hidden states of the model: heads are not compiled yet"
+                )
         if LOOKUP in listed[:-1]:
             raise UsageError(f"{LOOKUP} must be the last draft: it can only draft for others")
         return Drafts(recipe, tuple(draft for draft in listed if draft != LOOKUP), passes, LOOKUP in listed)
