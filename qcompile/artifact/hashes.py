@@ -15,6 +15,10 @@ _CHUNK = 1 << 20
 """Bytes that are read and hashed at once: they fit the CPU cache."""
 
 
+_PART = 1 << 30
+"""Most bytes of one read: Linux reads less than 2 GiB at once."""
+
+
 def file_problem(root: Path, name: str, expected: dict[str, Any], into: memoryview | None = None) -> str | None:
     """Hash one file of an artifact and compare it with its manifest entry; returns what is wrong with it, or None.
 
@@ -29,6 +33,21 @@ def file_problem(root: Path, name: str, expected: dict[str, Any], into: memoryvi
     except OSError as error:
         return f"{name}: {error.strerror or error}"
     return None if digest == expected["sha256"] else f"{name}: SHA-256 differs"
+
+
+def read_part(root: Path, name: str, expected: dict[str, Any], offset: int, into: memoryview) -> str | None:
+    """Read a part of a file of an artifact from `offset` on, without its hash; returns what is wrong, or None."""
+    try:
+        with open_plain(root / name, within=root) as file:
+            size, done = os.fstat(file.fileno()).st_size, 0
+            while size == expected["bytes"] and done < len(into):
+                count = os.preadv(file.fileno(), [into[done : done + _PART]], offset + done)
+                if count == 0:
+                    return f"{name}: it ends before byte {offset + len(into)}"
+                done += count
+    except OSError as error:
+        return f"{name}: {error.strerror or error}"
+    return None if size == expected["bytes"] else f"{name}: {size} bytes instead of {expected['bytes']}"
 
 
 def listed_file(root: Path, files: dict[str, dict[str, Any]], name: str) -> bytes | None:

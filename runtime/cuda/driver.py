@@ -150,11 +150,12 @@ class Driver:
         self.check(self.library.cuDeviceGetCount(ctypes.byref(count)), "count")
         return count.value
 
-    def reaches(self, other: int) -> bool:
-        """Whether this GPU can write to the memory of GPU `other`."""
-        can, device = ctypes.c_int(), ctypes.c_int()
-        self.check(self.library.cuDeviceGet(ctypes.byref(device), other), "device")
-        self.check(self.library.cuDeviceCanAccessPeer(ctypes.byref(can), self._device, device), "peer access")
+    def reaches(self, one: int, other: int) -> bool:
+        """Whether GPU `one` can write to the memory of GPU `other`."""
+        can, devices = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+        for device, number in zip(devices, (one, other), strict=True):
+            self.check(self.library.cuDeviceGet(ctypes.byref(device), number), "device")
+        self.check(self.library.cuDeviceCanAccessPeer(ctypes.byref(can), *devices), "peer access")
         return bool(can.value)
 
     def share(self, address: int) -> bytes:

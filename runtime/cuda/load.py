@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qcompile.artifact.hashes import damaged, file_problem, listed_file
+from qcompile.artifact.hashes import damaged, file_problem, listed_file, read_part
 from qcompile.artifact.layout import Manifest
 from qcompile.errors import ResourceError
 from qcompile.runtime.cuda.driver import Driver, driver
@@ -122,7 +122,7 @@ class LoadedRank(NamedTuple):
 
 
 def load_rank(root: str | Path, manifest: Manifest, rank: int) -> LoadedRank:
-    """Verify the artifact and load the kernels and weights of one rank to the GPU of that number."""
+    """Load the kernels and weights of one rank to the GPU of that number, and verify its share of the files."""
     gpu, root = driver(rank), Path(root)
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
@@ -321,27 +321,43 @@ def _load_kernels(
 def _upload_rank(gpu: Driver, root: Path, manifest: Manifest, rank: int, held: list[int]) -> dict[str, int]:
     """Copy the weights of one rank to its GPU; returns their addresses by the names that rank 0's have.
 
-    Every file is verified, and of those that have weights of the rank, only these stay.
+    Each rank verifies its share of the files and reads only its own weights of the others, which other ranks verify:
+    all read the same files of one host at the same time, and none computes before all have loaded. Only weights are
+    read without their hash; kernels and all else that is executed or parsed every rank verifies itself.
     """
     files, runtime = manifest["files"], manifest["runtime"]
-    entries, first = runtime["weights"], runtime["ranks"][0]
+    entries, first, ranks = runtime["weights"], runtime["ranks"][0], len(runtime["ranks"])
     names = {place: entries[known]["name"] for place, known in zip(runtime["ranks"][rank], first, strict=True)}
     addresses: dict[str, int] = {}
-    for name in sorted({entry["file"] for entry in entries}):
-        size = files[name]["bytes"]
-        memory = Arena(size)
-        if problem := file_problem(root, name, files[name], memory.view):
-            raise damaged(root, [problem])
-        for place, known in names.items():
-            entry = entries[place]
-            if entry["file"] == name:
-                if not 0 <= entry["offset"] <= entry["offset"] + entry["bytes"] <= size:
-                    raise damaged(root, [f"weight {entry['name']} lies outside its file"])
-                held.append(gpu.allocate(entry["bytes"], "weights"))
-                gpu.upload(held[-1], memory.address + entry["offset"], entry["bytes"], pinned=False)
-                addresses[known] = held[-1]
-        gpu.synchronize()
+    for number, name in enumerate(sorted({entry["file"] for entry in entries})):
+        own = [(entries[place], known) for place, known in names.items() if entries[place]["file"] == name]
+        whole = _verified(root, name, files[name]) if number % ranks == rank else None
+        for entry, known in own:
+            if not 0 <= entry["offset"] <= entry["offset"] + entry["bytes"] <= files[name]["bytes"]:
+                raise damaged(root, [f"weight {entry['name']} lies outside its file"])
+            part = _part(root, name, files[name], entry) if whole is None else None
+            source = part.address if part else whole.address + entry["offset"]  # type: ignore[union-attr]
+            held.append(gpu.allocate(entry["bytes"], "weights"))
+            gpu.upload(held[-1], source, entry["bytes"], pinned=False)
+            gpu.synchronize()
+            addresses[known] = held[-1]
     return addresses
+
+
+def _verified(root: Path, name: str, expected: dict[str, Any]) -> Arena:
+    """The content of a file of the artifact, which is as its manifest says."""
+    memory = Arena(expected["bytes"])
+    if problem := file_problem(root, name, expected, memory.view):
+        raise damaged(root, [problem])
+    return memory
+
+
+def _part(root: Path, name: str, expected: dict[str, Any], entry: dict[str, Any]) -> Arena:
+    """The content of a weight in a file that another rank verifies."""
+    memory = Arena(entry["bytes"])
+    if problem := read_part(root, name, expected, entry["offset"], memory.view):
+        raise damaged(root, [problem])
+    return memory
 
 
 def _upload_weights(gpu: Driver, root: Path, manifest: Manifest, held: list[int]) -> dict[str, int]:
@@ -352,10 +368,7 @@ def _upload_weights(gpu: Driver, root: Path, manifest: Manifest, held: list[int]
     files, entries = manifest["files"], manifest["runtime"]["weights"]
     addresses: dict[str, int] = {}
     for name in sorted({entry["file"] for entry in entries}):
-        size = files[name]["bytes"]
-        memory = Arena(size)
-        if problem := file_problem(root, name, files[name], memory.view):
-            raise damaged(root, [problem])
+        size, memory = files[name]["bytes"], _verified(root, name, files[name])
         address = gpu.allocate(size, "weights")
         held.append(address)
         gpu.upload(address, memory.address, size, pinned=False)

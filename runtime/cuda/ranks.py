@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import platform
+import select
 import subprocess
 import sys
 import threading
@@ -34,6 +36,8 @@ BEAT_SECONDS = 0.5
 _SILENT_LOOKS = 40
 """A process that said nothing while it was looked at so often, in 4 seconds, has failed. Looks are counted, not
 seconds, since processes that are stopped together, and continued, are all well."""
+_ANSWER_SECONDS = 300.0
+"""How much longer than rank 0 another rank may take to load its weights, and then to open the model."""
 _PLAN_BYTES = 64 << 20
 _FOLLOW = "from qcompile.runtime.cuda.follower import main; main()"
 """What the process of a rank runs."""
@@ -74,7 +78,7 @@ class FailWord:
 
 
 def check_gpus(gpu: Driver, ranks: int, root: Path) -> None:
-    """Raise ResourceError unless this process sees `ranks` GPUs, the first of which reaches the others' memory."""
+    """Raise ResourceError unless this process sees `ranks` GPUs, each of which reaches the others' memory."""
     if platform.machine() not in ("x86_64", "AMD64"):  # the plan relies on the order in which x86 stores
         raise ResourceError(f"{root} was built for {ranks} GPUs: a host with {platform.machine()} cores runs one GPU")
     if gpu.gpus < ranks:
@@ -83,11 +87,11 @@ def check_gpus(gpu: Driver, ranks: int, root: Path) -> None:
             f"{root} was built for {ranks} GPUs, {visible} visible (CUDA_VISIBLE_DEVICES): build it with "
             f"--tensor-parallel-size {max(gpu.gpus, 1)}"
         )
-    for other in range(1, ranks):
-        if not gpu.reaches(other):
+    for one, other in itertools.permutations(range(ranks), 2):
+        if not gpu.reaches(one, other):
             raise ResourceError(
-                f"GPU 0 cannot write to the memory of GPU {other}, as a model on {ranks} GPUs needs: choose GPUs that "
-                "NVLink or one PCIe switch connects (CUDA_VISIBLE_DEVICES)"
+                f"GPU {one} cannot write to the memory of GPU {other}, as a model on {ranks} GPUs needs: choose GPUs "
+                "that NVLink or one PCIe switch connects (CUDA_VISIBLE_DEVICES)"
             )
 
 
@@ -224,8 +228,12 @@ def _started(settings: GpuRankSettings) -> subprocess.Popen[str]:
 
 def _answer(rank: int, process: subprocess.Popen[str]) -> dict[str, Any]:
     said: dict[str, Any] = {}
+    assert process.stdout
+    if not select.select([process.stdout], [], [], _ANSWER_SECONDS)[0]:
+        late = f"rank {rank} (process {process.pid}) did not answer for {_ANSWER_SECONDS:.0f} s while it loaded"
+        raise ResourceError(f"{late}: load the model again")
     with contextlib.suppress(ValueError):  # nothing or no JSON: it has ended
-        said = json.loads(process.stdout.readline())  # type: ignore[union-attr]
+        said = json.loads(process.stdout.readline())
     if "error" in said:
         raise ResourceError(f"rank {rank}: {said['error']}")
     if not said:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import re
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from qcompile.errors import ResourceError
+from qcompile.errors import ArtifactError, ResourceError
 from qcompile.runtime.cuda import ranks
 from qcompile.runtime.cuda.follower import follow
+from qcompile.runtime.cuda.load import _upload_rank
 from qcompile.runtime.cuda.plans import PlanKind, PlanWriter, SharedPlan
 from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
 
@@ -111,18 +115,70 @@ def test_a_rank_that_ends_or_does_not_run_is_noticed(
 
 
 def test_gpus_that_cannot_be_used_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gpus(count: int, reached: bool) -> Any:
-        return SimpleNamespace(gpus=count, reaches=lambda other: reached)
+    def gpus(count: int, unreached: tuple[int, int] | None = None) -> Any:
+        return SimpleNamespace(gpus=count, reaches=lambda *pair: pair != unreached)
 
     place = Path("out")
-    check_gpus(gpus(2, True), 2, place)
+    check_gpus(gpus(3), 2, place)
     with pytest.raises(ResourceError, match="out was built for 2 GPUs, one GPU is visible"):
-        check_gpus(gpus(1, True), 2, place)
-    with pytest.raises(ResourceError, match="GPU 0 cannot write to the memory of GPU 1"):
-        check_gpus(gpus(2, False), 2, place)
+        check_gpus(gpus(1), 2, place)
+    with pytest.raises(ResourceError, match="GPU 2 cannot write to the memory of GPU 1"):
+        check_gpus(gpus(3, (2, 1)), 3, place)
+    check_gpus(gpus(3, (2, 1)), 2, place)
     monkeypatch.setattr(ranks.platform, "machine", lambda: "aarch64")
     with pytest.raises(ResourceError, match="aarch64 cores runs one GPU"):
-        check_gpus(gpus(2, True), 2, place)
+        check_gpus(gpus(3), 2, place)
+
+
+def test_a_rank_that_hangs_while_it_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_ANSWER_SECONDS", 0.05)
+    with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, text=True) as process:
+        with pytest.raises(ResourceError, match=rf"rank 2 \(process {process.pid}\) did not answer for 0 s while"):
+            ranks._answer(2, process)
+        process.kill()
+
+
+class Memory:
+    """A GPU whose memory is the host's."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+
+    def allocate(self, size: int, what: str) -> int:
+        self.parts.append(ctypes.create_string_buffer(size))
+        return ctypes.addressof(self.parts[-1])
+
+    def upload(self, to: int, source: int, size: int, pinned: bool) -> None:
+        ctypes.memmove(to, source, size)
+
+    def synchronize(self) -> None: ...
+
+
+def test_ranks_share_the_verification_of_weights(tmp_path: Path) -> None:
+    contents = {name: os.urandom(64) for name in ("a", "b", "c")}
+    files = {}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        files[name] = {"bytes": 64, "sha256": hashlib.sha256(content).hexdigest()}
+    entries = [
+        {"name": f"{name}{part}", "file": name, "offset": 32 * part, "bytes": 32} for name in "abc" for part in (0, 1)
+    ]
+    manifest: Any = {"files": files, "runtime": {"weights": entries, "ranks": [[0, 2, 4], [1, 3, 5]]}}
+    for rank in (0, 1):
+        found = _upload_rank(Memory(), tmp_path, manifest, rank, gpu_memory := [])  # type: ignore[arg-type]
+        assert [*found] == ["a0", "b0", "c0"] and [*found.values()] == gpu_memory
+    gpu = Memory()
+    _upload_rank(gpu, tmp_path, manifest, 1, [])  # type: ignore[arg-type]
+    assert [part.raw for part in gpu.parts] == [contents[name][32:] for name in "abc"]
+    for name, verifying in (("a", 0), ("b", 1), ("c", 0)):
+        (tmp_path / name).write_bytes(bytes(64))
+        with pytest.raises(ArtifactError, match=f"{name}: SHA-256 differs"):
+            _upload_rank(Memory(), tmp_path, manifest, verifying, [])  # type: ignore[arg-type]
+        _upload_rank(Memory(), tmp_path, manifest, 1 - verifying, [])  # type: ignore[arg-type]
+        (tmp_path / name).write_bytes(bytes(63))
+        with pytest.raises(ArtifactError, match=f"{name}: 63 bytes instead of 64"):
+            _upload_rank(Memory(), tmp_path, manifest, 1 - verifying, [])  # type: ignore[arg-type]
+        (tmp_path / name).write_bytes(contents[name])
 
 
 class Repeated:
