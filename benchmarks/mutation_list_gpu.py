@@ -247,6 +247,27 @@ GPU_MUTATIONS = (
         "tests/codegen/gpu/test_all_reduce.py -k order_of_ranks",
     ),
     Mutation(
+        "a sum over GPUs in one exchange reads what came for the sum before",
+        "codegen/gpu/templates/all_reduce.py.jinja",
+        "slots = (chunk * 2 + turn) * (RANKS - 1)",
+        "slots = (chunk * 2 + 1 - turn) * (RANKS - 1)",
+        "tests/codegen/gpu/test_all_reduce.py -k early_or_late",
+    ),
+    Mutation(
+        "a GPU does not wait for the logits of others",
+        "codegen/gpu/templates/all_gather.py.jinja",
+        "    wait_for(passed{{ r }}, number, failed, state + 2)\n",
+        "    passed{{ r }} += 0\n",
+        "tests/codegen/gpu/test_all_reduce.py -k early_or_late",
+    ),
+    Mutation(
+        "a rank computes the logits of other tokens",
+        "passes/rank_head.py",
+        "np.arange(rank * part, (rank + 1) * part)",
+        "np.arange((ranks - 1 - rank) * part, (ranks - rank) * part)",
+        "tests/passes/test_shard.py -k gathered",
+    ),
+    Mutation(
         "the plan for other GPUs overwrites what one has not read",
         "runtime/cuda/plans.py",
         "for rank in range(1, readers + 1)",

@@ -292,6 +292,20 @@ class Elementwise(Call):
 
 
 @dataclass(frozen=True)
+class AllGather(Call):
+    """Writes the first `width` columns of x of `ranks` processes side by side to the caller's logits, and argmax.
+
+    x is an f32 `outputs` buffer.
+    """
+
+    kernel: ClassVar[str] = "all_gather"
+    write_fields: ClassVar[tuple[str, ...]] = ()
+    x: str
+    ranks: int
+    width: int
+
+
+@dataclass(frozen=True)
 class AllReduce(Call):
     """out = the sum of x over `ranks` processes, added in their order; both f32 [rows, width], and not the same."""
 

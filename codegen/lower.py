@@ -16,6 +16,7 @@ from torch import fx
 
 from qcompile import ops
 from qcompile.codegen.calls import (
+    AllGather,
     AllReduce,
     Attention,
     Call,
@@ -316,6 +317,11 @@ def _all_reduce(low: Lowering, node: fx.Node) -> Call:
     return AllReduce(node.name, low.buffer(given.x), low.buffer(node), given.ranks)
 
 
+def _all_gather(low: Lowering, node: fx.Node) -> Call:
+    given = ops.operands(node)
+    return AllGather(node.name, low.buffer(given.x), given.ranks, given.width)
+
+
 def _clamp(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     return _elementwise(low, node, "clamp", given.x, low=given.low, high=given.high)
@@ -433,6 +439,7 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "mean": _mean,
     "mix": _mix,
     "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
     **dict.fromkeys(("softmax", "top_k", "pick", "near_share", "normalize", "limit_groups"), _route),
     "bound_choice": _bound_choice,
     "every_expert": _every_expert,

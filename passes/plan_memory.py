@@ -104,10 +104,12 @@ def _place(graph: Graph, node: fx.Node, place: dict[fx.Node, int], values: dict[
 
 
 def _feeds_output(graph: Graph, node: fx.Node) -> bool:
-    """Whether `node` is a final gemm that writes logits to the caller's memory; other results are copied there."""
-    results = graph.output.args[0]
-    if not isinstance(results, (tuple, list)) or results[0] is not node or ops.name_of(node.target) != "gemm":
+    """Whether `node`, a final gemm or all_gather, writes logits to the caller's memory; other results are copied."""
+    results, kind = graph.output.args[0], ops.name_of(node.target)
+    if not isinstance(results, (tuple, list)) or results[0] is not node:
         return False
+    if kind != "gemm":
+        return kind == "all_gather"
     return ops.operand(node, "residual") is None and ops.operand(node, "epilogue") == "store"
 
 

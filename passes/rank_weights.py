@@ -40,7 +40,7 @@ class RankRewriter:
         for product in self.graph.calls(*PRODUCTS):
             slices = slices_of(product)
             if product in self._outputs:
-                self._take_outputs(product, np.arange(*self._outputs[product]))
+                self.take_outputs(product, np.arange(*self._outputs[product]))
             elif any(part in self._outputs for part in slices):
                 self._take_slices(product, slices)
 
@@ -108,9 +108,9 @@ class RankRewriter:
                 made[known] = end, end + last - first
                 end += last - first
             ops.set_operands(part, start=made[known][0], stop=made[known][1])
-        self._take_outputs(product, np.concatenate(parts))
+        self.take_outputs(product, np.concatenate(parts))
 
-    def _take_outputs(self, product: fx.Node, outputs: Places) -> None:
+    def take_outputs(self, product: fx.Node, outputs: Places) -> None:
         """Let `product` compute `outputs` only."""
         rows = _gated_rows(outputs) if is_gated(product) else outputs
         kind, bias = ops.name_of(product.target), ops.operand(product, "bias")

@@ -158,7 +158,8 @@ def _configured(
     GPU.
     """
     kind = get_target(target).kind
-    passes = configure(settings, {"salience.target": target, "latent.kind": kind, **options}, added)
+    of_target = {"salience.target": target, "latent.kind": kind, "shard.head": str(kind == "cuda").lower()}
+    passes = configure(settings, {**of_target, **options}, added)
     if kind != "cpu" and any(isinstance(rewrite, Lora) and rewrite.wanted for rewrite in passes):
         raise UnsupportedError(f"lora.rank: target {target} has no kernels for adapters; merge one with --lora DIR")
     (cache,) = (rewrite for rewrite in passes if isinstance(rewrite, Cache))

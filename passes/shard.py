@@ -8,6 +8,8 @@ from typing import ClassVar
 from qcompile.errors import UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.passes.divisible import Obstacle
+from qcompile.passes.rank_head import divide_head, find_head
 from qcompile.passes.rank_sums import add_sums
 from qcompile.passes.rank_weights import RankRewriter
 from qcompile.passes.regions import regions
@@ -22,14 +24,16 @@ class Shard(Pass):
     meet in `all_reduce`, as late as operators are linear in them. All ranks have the same operators in the same order.
 
     Weights are divided after they are quantized, by whole groups, so that their codes and scales are those of the
-    undivided model. An activation with one scale per row gets one for each rank's part of it. Every rank computes what
-    cannot be divided, with a note. `fired` counts the products that are divided.
+    undivided model. An activation with one scale per row gets one for each rank's part of it. With `head`, each rank
+    computes the logits of a part of the vocabulary, which all gather. Every rank computes what cannot be divided, with
+    a note. `fired` counts the products that are divided.
     """
 
     name: ClassVar[str] = "shard"
     requires: ClassVar[tuple[str, ...]] = ("raise", "quantize")
     ranks: int = 1
     rank: int = 0
+    head: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -47,13 +51,22 @@ class Shard(Pass):
         for region in divisions.divided:
             rewriter.divide(region)
         rewriter.finish()
+        divided = {node for region in divisions.divided for node in (*region.producers, *region.consumers)}
+        whole = dict(divisions.whole)
+        if self.head:
+            head = find_head(graph, divided)
+            if isinstance(head, Obstacle):
+                whole.setdefault(head.node, []).append(head)
+            else:
+                divide_head(graph, head, self.ranks, self.rank, rewriter.take_outputs)
+                divided.add(head)
+                whole.pop(head, None)
         add_sums(graph, [node for region in divisions.divided for node in region.consumers], self.ranks)
         graph.infer([node.meta["val"] for node in graph.inputs])
         graph.erase_dead()
-        divided = {node for region in divisions.divided for node in (*region.producers, *region.consumers)}
         notes = [
             f"node {node.name}: every rank computes all of it: "
             + "; ".join(f"node {obstacle.node.name}: {obstacle.reason}" for obstacle in obstacles)
-            for node, obstacles in divisions.whole.items()
+            for node, obstacles in whole.items()
         ]
         return PassResult(graph, len(divided), tuple(notes))

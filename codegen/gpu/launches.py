@@ -115,7 +115,8 @@ class LaunchPlan:
     `feedback` passes the tokens of a step to the next one of the same rows, `follow` to one of other rows. `rounds` has
     the launch before and the one after verification in a speculation round, `lookup` the n-gram drafts of a round.
     `slot_bytes`: of a sequence's recurrent states, if there are any. `sums`: of a divided model, its ranks, elements of
-    the widest sum's row, elements of a chunk, and where chunks begin in peer memory (codegen/gpu/all_reduce.py).
+    the widest sum's row, elements of a chunk, where chunks and gathered logits begin in peer memory, and bytes of the
+    state of exchanges (codegen/gpu/peer_memory.py).
     """
 
     target: Target

@@ -151,7 +151,7 @@ class StateRef(NamedOperand):
 
 @dataclass(frozen=True)
 class PeerRef(Operand):
-    """Address of the peer memory of a rank of a divided model, or of this one's own (codegen/gpu/all_reduce.py)."""
+    """Address of the peer memory of a rank of a divided model, or of this one's own (codegen/gpu/peer_memory.py)."""
 
     kind: ClassVar[str] = "peer"
     of: int | None = None

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from qcompile.codegen.calls import (
+    AllGather,
     AllReduce,
     Attention,
     Call,
@@ -31,6 +32,7 @@ from qcompile.codegen.calls import (
     TakeRows,
 )
 from qcompile.codegen.gpu import (
+    all_gather,
     all_reduce,
     attention_launches,
     expert_launches,
@@ -125,6 +127,7 @@ _LAUNCHES: Mapping[type[Call], Callable[[PlanContext, Any], Iterator[Launch]]] =
     Combine: router_launches.combine,
     EveryExpert: router_launches.every_expert,
     ConvStep: state_launches.conv_step,
+    AllGather: all_gather.all_gather,
     AllReduce: all_reduce.all_reduce,
     RecurrenceStep: state_launches.recurrence_step,
     fused.GatedQuantize: row_launches.gated_quantize,

@@ -20,7 +20,7 @@ _rank = threading.local()
 
 
 class RankGroup:
-    """`ranks` threads that run the graphs of all ranks together, for the reference body of `all_reduce`."""
+    """`ranks` threads that run the graphs of all ranks together, for the reference bodies of the operators below."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -48,16 +48,23 @@ class RankGroup:
         finally:
             del _rank.group, _rank.number
 
-    def sum(self, part: Tensor) -> Tensor:
-        """The sum of the parts of all ranks, in the order of ranks."""
+    def all_parts(self, part: Tensor) -> list[Tensor]:
+        """Copies of the parts of all ranks, in the order of ranks."""
         self._parts[_rank.number] = part
         self._barrier.wait()
-        parts = [given for given in self._parts if given is not None]
-        total = parts[0].clone()
-        for other in parts[1:]:
-            total += other
+        parts = [given.clone() for given in self._parts if given is not None]
         self._barrier.wait()  # no rank overwrites its part before all have read it
-        return total
+        return parts
+
+
+def _parts_of_all(x: Tensor, ranks: int) -> list[Tensor]:
+    if ranks == 1:
+        return [x.clone()]
+    group = getattr(_rank, "group", None)
+    if group is None or group.ranks != ranks:
+        raise UsageError(f"this graph is of one of {ranks} ranks: run the graphs of all of them together")
+    parts: list[Tensor] = group.all_parts(x)
+    return parts
 
 
 @define(like)
@@ -66,10 +73,20 @@ def all_reduce(x: Tensor, ranks: int) -> Tensor:
 
     Raises UsageError unless a RankGroup of `ranks` ranks runs the graph; one rank needs none.
     """
-    if ranks == 1:
-        return x.clone()
-    group = getattr(_rank, "group", None)
-    if group is None or group.ranks != ranks:
-        raise UsageError(f"this graph is of one of {ranks} ranks: run the graphs of all of them together")
-    total: Tensor = group.sum(x)
+    total, *others = _parts_of_all(x, ranks)
+    for other in others:
+        total += other
     return total
+
+
+def _gathered(x: Tensor, ranks: int, width: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], width)
+
+
+@define(_gathered)
+def all_gather(x: Tensor, ranks: int, width: int) -> Tensor:
+    """The first `width` features of x [..., F] of all ranks side by side, in their order: [..., width].
+
+    Raises UsageError unless a RankGroup of so many ranks runs the graph; one rank needs none.
+    """
+    return torch.cat(_parts_of_all(x, ranks), -1)[..., :width].clone()

@@ -56,7 +56,7 @@ def main() -> None:
 def _joined(rank: LoadedRank, number: int, failed: FailWord) -> tuple[CudaExecutor, list[int]]:
     """This rank's executor, and the addresses of the other ranks' peer memory."""
     executor = rank.open(**json.loads(sys.stdin.readline()))
-    own = executor.memory.allocate_peer()
+    own = executor.memory.peer_memory
     _say(handle=executor.driver.share(own).hex())
     handles = [bytes.fromhex(handle) for handle in json.loads(sys.stdin.readline())["handles"]]
     opened = [executor.driver.open_shared(handle) for place, handle in enumerate(handles) if place != number]

@@ -175,7 +175,7 @@ def open_divided(
         undo.callback(executor.close)
         undo.callback(processes.close)
         sizes = {"pages": pages, "rows": limits.max_tokens, "slots": limits.slots}
-        peers = processes.join(sizes, gpu, executor.memory.allocate_peer())
+        peers = processes.join(sizes, gpu, executor.memory.peer_memory)
         executor.join(0, peers, processes.failed.address, processes)
         undo.pop_all()
     return executor

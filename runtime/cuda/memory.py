@@ -57,7 +57,9 @@ class DeviceMemory:
         self.results: dict[str, int] = {}
         """Addresses of a step's results: `argmax`, `decoded` and `logits`."""
         self.rank, self.peers = 0, list[int]()
-        """Of a divided model, the number of this process and the peer memory of each (codegen/gpu/all_reduce.py)."""
+        """Of a divided model, the number of this process and the peer memory of each (codegen/gpu/peer_memory.py)."""
+        self.peer_memory = 0
+        """The address of this process's peer memory, if the model is divided."""
         self._arenas: dict[str, int] = {}
         self._owned: list[int] = []
 
@@ -87,10 +89,16 @@ class DeviceMemory:
             self.states = shared or self.allocate(size, "recurrent states")
 
     def allocate_results(self, shared_logits: int = 0) -> None:
-        """Allocate the results of steps; logits may be shared with another path."""
+        """Allocate the results of steps; logits may be shared with another path, or are where ranks gather them."""
         for name, count in (("argmax", self.outputs), ("decoded", MOST_DECODED)):
             self.results[name] = self.allocate(4 * count, "results")
-        size = 4 * self.outputs * self._limits.vocab
+        size, sums = 4 * self.outputs * self._limits.vocab, self._plan.get("sums")
+        if sums:
+            self.results["sums"] = self.allocate(sums["state"], "sums")
+            self.peer_memory = self.allocate(peer_bytes(sums, self.rows), "sums of GPUs")
+            self._driver.synchronize()  # zeroing, which must not come after what others write
+        if sums and "logits" in sums:
+            shared_logits = self.peer_memory + sums["logits"]
         self.results["logits"] = shared_logits or self.allocate(size, "logits")
 
     def activation(self, operand: Mapping[str, Any]) -> int:
@@ -101,13 +109,6 @@ class DeviceMemory:
     def peer(self, of: int | None) -> int:
         """The address of the peer memory of a rank, or of this one's own."""
         return self.peers[self.rank if of is None else of]
-
-    def allocate_peer(self) -> int:
-        """The address of this process's peer memory, for the sums of steps of as many rows as there is room for."""
-        self.results["sums"] = self.allocate(16, "sums")
-        address = self.allocate(peer_bytes(self._plan["sums"], self.rows), "sums of GPUs")
-        self._driver.synchronize()  # zeroing, which must not come after what others write
-        return address
 
     def layer(self, layer: int) -> int:
         """The address of the cache of a layer."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qcompile.codegen.calls import (
+    AllGather,
     AllReduce,
     Attention,
     Call,
@@ -61,6 +62,7 @@ CALLS: list[tuple[Call, tuple[str, ...], tuple[str, ...]]] = [
     (Combine("c", "x", "out", 2), ("x",), ("out",)),
     (Combine("c", "x", "out", 2, scores="s"), ("x", "s"), ("out",)),
     (Mean("c", "x", "out", 8), ("x",), ("out",)),
+    (AllGather("c", "x", 2, 8), ("x",), ()),
     (AllReduce("c", "x", "out", 2), ("x",), ("out",)),
     (Combine("c", "x", "out", 2, "w", 3), ("x", "w"), ("out",)),
     (Logits("c", "x"), ("x",), ()),

@@ -119,6 +119,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "mix": (rand(3, 4, 6), rand(3, 2, 4)),
     "interleave_experts": (rand(3, 20, 4), rand(3, 20, 4), 16),
     "all_reduce": (rand(3, 8), 1),
+    "all_gather": (rand(3, 8), 1, 7),
     "take_spans": (rand(3, 8, 2), [5, 8, 0, 2, 5, 6], 1),
     "take_parts": (WEIGHT, "w4_asym_g128", [3, 9, 0, 1], 0),
     "gated_experts": (rand(3, 8), CHOICE, rand(4, 64, 8), rand(4, 64), "silu", 20, 0.5, 1.0),

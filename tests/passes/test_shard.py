@@ -250,6 +250,44 @@ def test_families(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert compared(graph, ranks, test_exact.inputs())[0].fired >= 4
 
 
+def with_head(graph: Graph, ranks: int) -> list[Any]:
+    """The results of all ranks, which divide the head, too; their logits agree with those of `graph`."""
+    inputs = sequence_inputs()
+    results = divided(graph, ranks, head=True)
+    found = run_together([result.graph for result in results], inputs, torch.float64)
+    assert check.max_relative_error(found, graph.run(*inputs, dtype=torch.float64)) < EXACT
+    return results
+
+
+@pytest.mark.parametrize(("vocab", "ranks", "own"), [(192, 3, 64), (97, 2, 64), (97, 4, 32), (50, 4, 32)])
+def test_logits_are_gathered(vocab: int, ranks: int, own: int) -> None:
+    graph = merged(decoder(vocab=vocab, layers=1, heads=12, kv_heads=12, ffn=96))
+    results = with_head(graph, ranks)
+    whole = divided(graph, ranks)
+    for result, before in zip(results, whole, strict=True):
+        (gather,) = result.graph.calls("all_gather")
+        assert ops.operand(gather, "x").meta["val"].shape[-1] == own and gather.meta["val"].shape[-1] == vocab
+        assert result.fired == before.fired + 1 and len(result.notes) == len(before.notes) - 1
+
+
+def test_logits_are_gathered_behind_operators_on_each_alone() -> None:
+    graph = merged(decoder(layers=1))
+    product = graph.output.args[0]
+    with graph.fx.inserting_after(product):
+        halved = graph.call("scale", product, 0.5)
+    graph.output.replace_input_with(product, halved)
+    graph.infer([node.meta["val"] for node in graph.inputs])
+    (gather,) = with_head(graph, 2)[1].graph.calls("all_gather")
+    assert ops.name_of(ops.operand(gather, "x").target) == "scale"
+    with graph.fx.inserting_after(halved):
+        squared = graph.call("mul", halved, product)
+    graph.output.replace_input_with(halved, squared)
+    graph.infer([node.meta["val"] for node in graph.inputs])
+    result = with_head(graph, 2)[0]
+    assert not result.graph.calls("all_gather")
+    assert any(f"node {squared.name}: it does not treat all logits alike" in note for note in result.notes)
+
+
 def test_ranks_are_numbered() -> None:
     with pytest.raises(UsageError, match="ranks 0 to 1"):
         Shard(2, 2)

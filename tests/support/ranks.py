@@ -13,9 +13,9 @@ from qcompile.passes.base import PassResult, apply
 from qcompile.passes.shard import Shard
 
 
-def divided(graph: Graph, ranks: int) -> list[PassResult]:
+def divided(graph: Graph, ranks: int, head: bool = False) -> list[PassResult]:
     """What the pass makes of `graph` for each rank. Their operators are the same, in the same order."""
-    results = [apply(Shard(ranks, rank), graph) for rank in range(ranks)]
+    results = [apply(Shard(ranks, rank, head), graph) for rank in range(ranks)]
     names = {tuple(str(node.target) for node in result.graph.calls()) for result in results}
     assert len({tuple(n for n in each if "take_" not in n and "scale" not in n) for each in names}) == 1
     return results
