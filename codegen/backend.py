@@ -32,6 +32,11 @@ def _accept(programs: Programs, target: Target) -> None:
     """Accept all programs: `prepare` finds what has no kernel just as fast."""
 
 
+def _calls(program: Program) -> int:
+    """The number of calls of a program."""
+    return len(program.calls)
+
+
 @dataclass(frozen=True)
 class Backend:
     """Code generation for one kind of target.
@@ -44,6 +49,7 @@ class Backend:
         for programs without kernels; what it returns takes the time.
     adapt: changes a program to the layout that the target's kernels read.
     check: raises UnsupportedError for programs without kernels, and needs no compiler.
+    launches: the number of kernels that a step of a program starts.
     most_rows, most_outputs: most rows of a step, and of rows with logits, that kernels take.
     """
 
@@ -54,5 +60,6 @@ class Backend:
     prepare: Callable[[Programs, Target, bool], CompileFiles]
     adapt: Callable[[Program], Program] = _unchanged
     check: Callable[[Programs, Target], object] = _accept
+    launches: Callable[[Program], int] = _calls
     most_rows: int = MAX_STEP_TOKENS
     most_outputs: int = MAX_STEP_TOKENS

@@ -38,6 +38,23 @@ def peaks_of(target: str) -> Peaks:
     return Peaks(machine.memory_gb_s * 1e9, {dtype: 1e12 * rate for dtype, rate in rates.items()})
 
 
+@dataclass(frozen=True)
+class StepShape:
+    """What a step computes: rows (tokens) of a number of sequences, and the positions that a row's attention reads.
+
+    context: mean number of positions. outputs: rows with logits.
+    """
+
+    context: float
+    rows: int = 1
+    sequences: int = 1
+
+    @property
+    def outputs(self) -> int:
+        """Rows with logits: one a sequence."""
+        return self.sequences
+
+
 class Cost(NamedTuple):
     """What one run of a kernel moves (bytes) and computes (multiply-add counts as two), and in which type."""
 
@@ -58,42 +75,67 @@ _MATH = {"f32": "f32", "bf16": "bf16", "q8": "int8"}
 
 
 def call_cost(
-    call: Mapping[str, Any], program: Mapping[str, Any], weight_bytes: Mapping[str, int], context: float
+    call: Mapping[str, Any], program: Mapping[str, Any], weight_bytes: Mapping[str, int], step: StepShape
 ) -> Cost:
-    """Cost of one call of a program (codegen/program.py, as JSON) for a single row.
+    """Cost of one call of a program (codegen/program.py, as JSON) for the rows of a step.
 
-    `weight_bytes` are sizes by weight name; `context` is the number of positions that attention reads. An embedding
-    lookup reads one row of its table; every other weight is read completely.
+    `weight_bytes` are sizes by weight name. An embedding lookup reads one row of its table for each row of the step.
+    Experts are read as often as rows that choose them independently leave them out. Every other weight is read
+    completely, once. The positions of a sequence are read once for all of its rows.
     """
     buffers = {buffer["name"]: buffer for buffer in program["buffers"]}
     named = [call.get(key) for key in ("x", "qkv", "q", "out", "residual", "other")]
     row_bytes = sum(_ITEM_BYTES[buffers[n]["dtype"]] * buffers[n]["width"] for n in named if n in buffers)
     kernel = call["kernel"]
-    kv = program["kv"]
     if kernel == "gemm":
         weights = [*call["weights"].values(), call["bias"]]
         read = sum(weight_bytes[name] for name in weights if name)
-        return Cost(row_bytes + read, 2.0 * call["n"] * call["k"], _MATH[buffers[call["x"]]["dtype"]])
+        rows = step.outputs if call.get("epilogue") == "logits" else step.rows
+        return Cost(rows * row_bytes + read, rows * 2.0 * call["n"] * call["k"], _MATH[buffers[call["x"]]["dtype"]])
     if kernel == "expert_gemm":
-        read = sum(weight_bytes[name] for name in call["weights"].values()) * call["slots"] / call["experts"]
-        return Cost(row_bytes + read, 2.0 * call["slots"] * call["rows"] * call["k"], "f32")
-    if kernel == "logits":
-        return Cost(2 * row_bytes, 1.0, "f32")
-    if kernel in ("attention", "rope_append"):
-        position_bytes = kv["layer_page_bytes"][call["layer"]] / kv["page_tokens"]
+        read = sum(weight_bytes[name] for name in call["weights"].values())
+        chosen = 1.0 - (1.0 - call["slots"] / call["experts"]) ** step.rows
+        return Cost(
+            step.rows * row_bytes + chosen * read, step.rows * 2.0 * call["slots"] * call["rows"] * call["k"], "f32"
+        )
     if kernel == "attention":
         first, stop = call["value"] or (0, call["head_dim"])
         widths = call["heads"] * (call["head_dim"] + stop - first)
-        return Cost(row_bytes + context * position_bytes, 2.0 * context * widths, "f32")
+        cached = step.sequences * step.context * _position_bytes(call, program)
+        return Cost(step.rows * row_bytes + cached, step.rows * 2.0 * step.context * widths, "f32")
+    if kernel in ("conv_step", "recurrence_step"):  # a sequence's state is read and written once
+        size, ops = _state(call)
+        return Cost(step.rows * row_bytes + step.sequences * 2 * 4 * size, step.rows * ops, "f32")
+    rows = step.outputs if kernel == "logits" else step.rows
+    cost = _row_cost(call, program, buffers, row_bytes)
+    return Cost(rows * cost.bytes, rows * cost.ops, cost.dtype)
+
+
+def _position_bytes(call: Mapping[str, Any], program: Mapping[str, Any]) -> float:
+    """Bytes of a position in the cache of the layer of `call`."""
+    kv = program["kv"]
+    return float(kv["layer_page_bytes"][call["layer"]] / kv["page_tokens"])
+
+
+def _state(call: Mapping[str, Any]) -> tuple[int, float]:
+    """Numbers of the recurrent state of a call, and operations of a row."""
+    if call["kernel"] == "conv_step":
+        taps = call["width"] * call["features"]
+        return taps, 2.0 * taps
+    state = call["heads"] * call["key_dim"] * call["value_dim"]
+    return state, (8.0 if call["delta"] else 6.0) * state
+
+
+def _row_cost(
+    call: Mapping[str, Any], program: Mapping[str, Any], buffers: Mapping[str, Any], row_bytes: float
+) -> Cost:
+    """Cost for one row of a call that reads no weights but its row's, and no other positions."""
+    kernel = call["kernel"]
+    if kernel == "logits":
+        return Cost(2 * row_bytes, 1.0, "f32")
     if kernel == "rope_append":
         heads = call["heads"] + (1 if call["v_offset"] is None else 2) * call["kv_heads"]
-        return Cost(row_bytes + position_bytes, 3.0 * heads * call["head_dim"], "f32")
-    if kernel == "conv_step":
-        taps = call["width"] * call["features"]
-        return Cost(row_bytes + 2 * 4 * taps, 2.0 * taps, "f32")
-    if kernel == "recurrence_step":  # the state is read and written once
-        state = call["heads"] * call["key_dim"] * call["value_dim"]
-        return Cost(row_bytes + 2 * 4 * state, (8.0 if call["delta"] else 6.0) * state, "f32")
+        return Cost(row_bytes + _position_bytes(call, program), 3.0 * heads * call["head_dim"], "f32")
     if kernel == "gather":
         moved = 3 * buffers[call["out"]]["width"]  # one element read, one written, and its index
         return Cost(_ITEM_BYTES["f32"] * moved, moved, "f32")

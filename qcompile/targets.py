@@ -37,6 +37,8 @@ class Target:
     shared_bytes: maximum shared memory of a program on a GPU.
     memory_gb_s, int8_tops, bf16_tflops, f32_tflops: of a GPU's data sheet: GB/s of memory, dense int8 TOPS, dense bf16
         TFLOPS, and f32 TFLOPS without matrix units.
+    memory_gib: memory of a GPU that a process can use.
+    link_gb_s: of a GPU's data sheet: GB/s in one direction to the other GPUs of its machine (NVLink, or PCIe).
     """
 
     name: str
@@ -52,6 +54,8 @@ class Target:
     int8_tops: float = 0.0
     bf16_tflops: float = 0.0
     f32_tflops: float = 0.0
+    memory_gib: float = 0.0
+    link_gb_s: float = 0.0
 
     @property
     def has_pdl(self) -> bool:
@@ -85,7 +89,7 @@ def _level(name: str, isa: str, requires: tuple[str, ...], description: str, fla
 
 
 def _gpu(name: str, capability: int, multiprocessors: int, shared_kib: int, *rates: float) -> Target:
-    """A GPU; `rates` are GB/s of memory, int8 TOPS, bf16 TFLOPS and f32 TFLOPS."""
+    """A GPU; `rates` are the fields from `memory_gb_s` to `link_gb_s`, in their order."""
     shared_bytes = shared_kib * 1024
     about = (f"sm_{capability}", (), f"NVIDIA {name.upper()}", ())
     return Target(name, "cuda", *about, capability, multiprocessors, shared_bytes, *rates)
@@ -106,11 +110,11 @@ _LEVELS = (
     _level("cpu-portable", "portable", (), "any CPU, plain C++", ("-march=x86-64",)),
 )
 _GPUS = (
-    _gpu("a100", 80, 108, 163, 2039, 624, 312, 19.5),
-    _gpu("l40s", 89, 142, 99, 864, 733, 362, 91.6),
-    _gpu("h100", 90, 132, 227, 3350, 1979, 989, 67),
-    _gpu("h200", 90, 132, 227, 4800, 1979, 989, 67),
-    _gpu("b200", 100, 148, 227, 8000, 4500, 2250, 80),
+    _gpu("a100", 80, 108, 163, 2039, 624, 312, 19.5, 79.2, 300),
+    _gpu("l40s", 89, 142, 99, 864, 733, 362, 91.6, 44.5, 32),
+    _gpu("h100", 90, 132, 227, 3350, 1979, 989, 67, 79.1, 450),
+    _gpu("h200", 90, 132, 227, 4800, 1979, 989, 67, 140, 450),
+    _gpu("b200", 100, 148, 227, 8000, 4500, 2250, 80, 178, 900),
 )
 TARGETS = {target.name: target for target in (*_LEVELS, *_GPUS)}
 TARGET_NAMES = ("cpu", *TARGETS)

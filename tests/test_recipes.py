@@ -13,7 +13,7 @@ from qcompile.formats.activations import ACTIVATIONS
 from qcompile.formats.kv import KV_FORMATS
 from qcompile.formats.registry import STORED_FORMATS
 from qcompile.recipes import HEADS, RECIPES, allocation, apply_options, get_recipe, option_texts, parse_options
-from qcompile.roofline import CPU_CORE, Peaks, call_cost, peaks_of, predicted_us
+from qcompile.roofline import CPU_CORE, Peaks, StepShape, call_cost, peaks_of, predicted_us
 from qcompile.targets import TARGET_NAMES, get_target
 
 FIELDS = {
@@ -158,18 +158,18 @@ def test_a_gemm_costs_its_weights_and_its_rows() -> None:
         "kv": {"page_bytes": 4864, "page_tokens": 64, "layers": 2, "layer_page_bytes": [1664, 3200]},
     }
     call = {"kernel": "gemm", "x": "a", "out": "b", "n": 32, "k": 64, "weights": {"codes": "w", "scale": "s"}}
-    cost = call_cost(call | {"bias": None, "residual": None}, program, {"w": 1024, "s": 128}, context=1)
+    cost = call_cost(call | {"bias": None, "residual": None}, program, {"w": 1024, "s": 128}, StepShape(1))
     assert cost == (64 + 32 * 4 + 1024 + 128, 2 * 32 * 64, "int8")
     attention = {"kernel": "attention", "q": "b", "out": "b", "heads": 2, "head_dim": 16, "layer": 1, "value": None}
-    assert call_cost(attention, program, {}, context=10).bytes == 2 * 128 + 10 * 50
+    assert call_cost(attention, program, {}, StepShape(10)).bytes == 2 * 128 + 10 * 50
 
 
 def test_a_recurrent_layer_costs_its_state_whatever_the_context() -> None:
     program = {"buffers": [{"name": "x", "dtype": "f32", "width": 32}], "kv": {}}
     conv = {"kernel": "conv_step", "x": "x", "out": "x", "features": 32, "width": 4}
-    assert call_cost(conv, program, {}, context=10) == (2 * 128 + 2 * 4 * 128, 2 * 128, "f32")
+    assert call_cost(conv, program, {}, StepShape(10)) == (2 * 128 + 2 * 4 * 128, 2 * 128, "f32")
     step = {"kernel": "recurrence_step", "q": "x", "out": "x", "heads": 2, "key_dim": 8, "value_dim": 4, "delta": True}
-    assert call_cost(step, program, {}, context=10**6) == (2 * 128 + 2 * 4 * 64, 8 * 64, "f32")
+    assert call_cost(step, program, {}, StepShape(10**6)) == (2 * 128 + 2 * 4 * 64, 8 * 64, "f32")
 
 
 def test_the_readme_lists_every_recipe_and_target() -> None:

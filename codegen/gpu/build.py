@@ -11,8 +11,10 @@ from typing import Any
 
 from qcompile.artifact.abi import GPU_ABI
 from qcompile.codegen.backend import Backend, CompileFiles, Files
+from qcompile.codegen.calls import Attention
 from qcompile.codegen.gpu.compile import Compiled, compile_all, triton_version
 from qcompile.codegen.gpu.fill import padded_program
+from qcompile.codegen.gpu.fuse import fuse
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
 from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.launches import MOST_OUTPUTS, MOST_ROWS, LaunchPlan
@@ -49,6 +51,12 @@ def plan(programs: Mapping[str, Program], target: Target, lookup: bool = False) 
                 raise
             raise UnsupportedError(f"{name}, {error}") from error
     return with_rounds(plans, lookup)
+
+
+def launches(program: Program) -> int:
+    """Launches of a decoding step: one for each fused call, one that merges parts of attention, two to sample."""
+    calls = fuse(program).calls
+    return len(calls) + sum(isinstance(call, Attention) for call in calls) + 2
 
 
 def with_rounds(plans: Mapping[str, LaunchPlan], lookup: bool) -> dict[str, LaunchPlan]:
@@ -118,6 +126,7 @@ BACKEND = Backend(
     prepare,
     adapt=adapted,
     check=plan,
+    launches=launches,
     most_rows=MOST_ROWS,
     most_outputs=MOST_OUTPUTS,
 )

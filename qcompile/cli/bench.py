@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcompile.cli import console
 from qcompile.errors import UsageError
-from qcompile.roofline import Peaks, call_cost, predicted_us
+from qcompile.roofline import Peaks, StepShape, call_cost, predicted_us
 from qcompile.runtime.step import RATES
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _kernels(llm: LLM, path: Path, sizes: Sizes, peaks: Peaks) -> list[dict[str,
     llm.executor.profile(False)
     kernels = []
     for call in program["calls"]:
-        cost = call_cost(call, program, weight_bytes, context=(steps + 1) / 2)
+        cost = call_cost(call, program, weight_bytes, StepShape(context=(steps + 1) / 2))
         kernels.append(
             {
                 "name": call["name"],

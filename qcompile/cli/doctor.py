@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,8 @@ from qcompile import targets
 from qcompile.checkpoints import hub
 from qcompile.checkpoints.weight_files import check_weights
 from qcompile.cli import console, refusals
-from qcompile.cli.options import Compilation, Hub, Json, Model, Remote, command
+from qcompile.cli.options import Compilation, Hub, Json, Model, Remote, TensorParallel, command, divided
+from qcompile.cli.predicting import CONTEXT, Scenario, costs_of, prediction, scenario_of, text_of
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.recipe_files.resolved import RecipeLike, resolve
 from qcompile.recipes import parse_options
@@ -29,23 +30,37 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 
+Nodes = Annotated[
+    int, typer.Option("--nodes", min=1, metavar="N", help="Machines over which the GPUs are spread, for predictions.")
+]
+Context = Annotated[
+    int, typer.Option("--context", min=1, metavar="TOKENS", help="Tokens of each sequence, for predictions.")
+]
+
 
 @command
 def doctor(
     model: Model,
     compilation: Compilation,
     access: Hub,
+    tensor_parallel_size: TensorParallel = None,
+    nodes: Nodes = 1,
+    context: Context = CONTEXT,
     allow_remote_code: Remote = False,
     json: Json = False,
 ) -> None:
     """Report whether a model can be compiled, how, and the memory and disk it needs. Reads no weights.
 
+    For GPUs it also predicts the speed, on one or on several that divide the model.
+
     \b
-    Example:
+    Examples:
       qcompile doctor samples/pycode-26m --recipe qserve
+      qcompile doctor MODEL --recipe qserve --target h100 --tensor-parallel-size 4 --context 8192
     """
     chosen = compilation
-    settings = parse_options(chosen.options or [])
+    scenario = scenario_of(chosen.target, tensor_parallel_size or 1, nodes, context)
+    settings = parse_options(chosen.options or []) | divided(tensor_parallel_size)
     recipe = refusals.check_formats(chosen.recipe, chosen.target, chosen.head_dtype, settings, chosen.passes or ())
     refusals.check_models(model)
     with console.Progress() as progress:
@@ -54,7 +69,7 @@ def doctor(
 
         directory = hub.find(model, allow_remote_code, weights=False, progress=progress, **asdict(access))
         progress("trace", 0, 1)
-        diagnosis = examine(directory, chosen.target, recipe, allow_remote=allow_remote_code)
+        diagnosis = examine(directory, chosen.target, recipe, scenario=scenario, allow_remote=allow_remote_code)
     if json:
         console.print_json(diagnosis.as_json())
     else:
@@ -68,7 +83,8 @@ class Diagnosis:
     """What `doctor` reports. `unsupported` has {node, reason} each; bytes are 0 for a model that is not exportable.
 
     `memory_bytes` is what running takes: weights, activations of the widest step, and the cache and recurrent states of
-    one sequence of full context. `disk_bytes` is the artifact without its kernel library (some 100 KB).
+    one sequence of full context. `disk_bytes` is the artifact without its kernel library (some 100 KB). `prediction` is
+    of GPUs (cli/predicting.py), empty for CPUs.
     """
 
     exportable: bool
@@ -76,6 +92,7 @@ class Diagnosis:
     plan: dict[str, Any] = field(default_factory=dict)
     memory_bytes: int = 0
     disk_bytes: int = 0
+    prediction: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """What `doctor --json` prints."""
@@ -102,7 +119,7 @@ class Diagnosis:
             f"kernels\n{kernels}\n"
             f"memory {console.byte_size(self.memory_bytes)} (weights {console.byte_size(self.plan['weight_bytes'])}, "
             f"cache of {self.plan['context']} tokens {console.byte_size(self.plan['cache_bytes'])}{states}), "
-            f"disk {console.byte_size(self.disk_bytes)}"
+            f"disk {console.byte_size(self.disk_bytes)}" + (f"\n{text_of(self.prediction)}" if self.prediction else "")
         )
 
 
@@ -112,12 +129,14 @@ def examine(
     recipe: RecipeLike,
     options: Mapping[str, str] | None = None,
     head_dtype: str | None = None,
+    scenario: Scenario | None = None,
     **source: Any,
 ) -> Diagnosis:
     """Run every stage on `model` up to code generation. What qcompile does not compile becomes `unsupported`.
 
     Of a deep model without weights, only the layers that differ are examined, and their costs are extrapolated to the
-    others, unless rules or passes of the recipe make layers differ. Raises UsageError for a malformed request.
+    others, unless rules or passes of the recipe make layers differ. The speed is predicted for a `scenario`. Raises
+    UsageError for a malformed request.
     """
     from qcompile import pipeline
     from qcompile.checkpoints import depth
@@ -134,10 +153,10 @@ def examine(
         repeats = None if whole else depth.find(read_config(directory, **source), **source)
         source |= {"weights": there}
         if repeats is None:
-            facts = _facts(pipeline.plan(directory, **request, **source), kind)
+            facts = _facts(pipeline.plan(directory, **request, **source), kind, scenario)
         else:
             plans = (pipeline.plan(directory, **request, **source, layers=layers) for layers in repeats.cuts)
-            small, large = (_facts(plan, kind) for plan in plans)
+            small, large = (_facts(plan, kind, scenario) for plan in plans)
             examined = {"layers": repeats.layers, "layers_examined": repeats.cuts[1]}
             facts = repeats.extrapolate(small, large) | examined
     except PassError as error:
@@ -146,8 +165,10 @@ def examine(
         return Diagnosis(False, [{"node": "", "reason": str(error)}])
     packed, weights, files = (facts.pop(key) for key in ("linear_bits", "linear_weights", "files_bytes"))
     facts["bits_per_weight"] = packed / max(weights, 1)
+    costs = facts.pop("costs")
+    speed = {} if scenario is None else prediction(costs, facts["activation_bytes"], scenario)
     memory = sum(facts[f"{what}_bytes"] for what in ("weight", "cache", "state", "activation"))
-    return Diagnosis(True, plan=facts, memory_bytes=memory, disk_bytes=facts["weight_bytes"] + files)
+    return Diagnosis(True, [], facts, memory, facts["weight_bytes"] + files, speed)
 
 
 def _has_weights(directory: Path) -> bool:
@@ -159,8 +180,8 @@ def _has_weights(directory: Path) -> bool:
         return any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.gguf"))
 
 
-def _facts(plan: CompilationPlan, kind: str) -> dict[str, Any]:
-    """The contents and costs of `plan` for a kind of device: names and whole numbers."""
+def _facts(plan: CompilationPlan, kind: str, scenario: Scenario | None) -> dict[str, Any]:
+    """The contents and costs of `plan` for a kind of device and for a `scenario`: names and whole numbers."""
     from qcompile.artifact.describe import MAX_STEP_TOKENS
     from qcompile.report import bits
     from qcompile.runtime.options import STEP_TOKENS
@@ -185,6 +206,7 @@ def _facts(plan: CompilationPlan, kind: str) -> dict[str, Any]:
         "activation_bytes": sum(count * program.arena_bytes(rows) for rows, count in steps.items()),
         "files_bytes": sum(len(content) for content in plan.files.values()),
         "context": info.max_position,
+        "costs": {} if scenario is None else costs_of(plan, scenario),
         **({} if info.stated_position is None else {"stated_context": info.stated_position}),
     }
 

@@ -13,7 +13,7 @@ from qcompile import ops
 from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 from qcompile.ops import GATED
-from qcompile.roofline import CPU_CORE, Peaks, call_cost, peaks_of, predicted_us
+from qcompile.roofline import CPU_CORE, Peaks, StepShape, call_cost, peaks_of, predicted_us
 
 Json = dict[str, Any]
 
@@ -189,7 +189,7 @@ def kernels(program: Json, weight_bytes: Mapping[str, int], peaks: Peaks, contex
     """Predicted microseconds per decoded token by kernel; entries have kernel, calls, predicted_us, bytes."""
     rows: dict[str, Json] = {}
     for call in program["calls"]:
-        cost = call_cost(call, program, weight_bytes, context)
+        cost = call_cost(call, program, weight_bytes, StepShape(context))
         row = rows.setdefault(call["kernel"], {"kernel": call["kernel"], "calls": 0, "predicted_us": 0.0, "bytes": 0})
         row["calls"] += 1
         row["predicted_us"] += predicted_us(cost.bytes, cost.ops, peaks, cost.dtype)
