@@ -32,7 +32,7 @@ LINK = 0.7
 NETWORK_GB_S, NETWORK_US = 50.0, 20.0
 """Of a network of 400 Gb/s for each GPU: GB/s, and microseconds of an exchange. Assumed, not measured."""
 _ONE_EXCHANGE = 1 << 18
-"""Bytes of a sum up to which every GPU sends its part to all others; larger sums go in two steps."""
+"""Bytes of a sum up to which every GPU sends its part to all others; larger ones of more than two go in two steps."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,20 @@ class Machines:
         near = self.ranks // self.nodes
         total = 0.0
         if near > 1:
-            small = size <= _ONE_EXCHANGE
+            small = size <= _ONE_EXCHANGE or near == 2
             sent = 2 * (near - 1) * size if small else 2 * (near - 1) * size / near  # small ones send flags, too
             total += (1 if small else 2) * EXCHANGE_US + sent / (LINK * self.target.link_gb_s * 1e3)
         if self.nodes > 1:
             total += 2 * NETWORK_US + 2 * (self.nodes - 1) * size / self.nodes / (NETWORK_GB_S * 1e3)
+        return total
+
+    def gather_us(self, size: float) -> float:
+        """Microseconds in which all GPUs send each other their parts of `size` bytes."""
+        near = self.ranks // self.nodes
+        sent = size * (near - 1) / self.ranks
+        total = EXCHANGE_US + sent / (LINK * self.target.link_gb_s * 1e3) if near > 1 else 0.0
+        if self.nodes > 1:
+            total += NETWORK_US + size * (self.ranks - near) / self.ranks / (NETWORK_GB_S * 1e3)
         return total
 
 
@@ -80,6 +89,8 @@ class Divided:
             if call["kernel"] == "all_reduce":
                 width = next(buffer["width"] for buffer in self.program["buffers"] if buffer["name"] == call["out"])
                 sums += machines.sum_us(4.0 * step.rows * width)
+            elif call["kernel"] == "all_gather":  # of logits
+                sums += machines.gather_us(4.0 * step.outputs * call["width"])
             else:
                 cost = call_cost(call, self.program, self.weight_bytes, step)
                 if call["kernel"] == "gemm" and step.rows > 1:

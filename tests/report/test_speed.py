@@ -51,6 +51,9 @@ def test_sums_grow_with_gpus_machines_and_bytes() -> None:
     assert speed.EXCHANGE_US < two.sum_us(small) < four.sum_us(small) < four.sum_us(large)
     assert Machines(TARGETS["l40s"], 4).sum_us(large) > 5 * four.sum_us(large)  # by PCIe
     assert Machines(H100, 8, 2).sum_us(small) > four.sum_us(small) + 2 * speed.NETWORK_US
+    assert (
+        Machines(H100, 8).gather_us(large) < Machines(H100, 8, 2).gather_us(large) and Machines(H100).gather_us(1) == 0
+    )
     divided = Divided(one_gemm(2), {"w": 0}, 0).step_ns(two, StepShape(0.0, 4, 4))
     assert divided["sums"] == round(1e3 * two.sum_us(4 * 4 * 512)) < divided["all"]
 
