@@ -18,6 +18,7 @@ from qcompile.runtime.parsers.plain_json import PlainJsonParser
 from qcompile.runtime.parsers.reasoning import ReasoningParser
 from qcompile.runtime.parsers.reply import ReplyParser
 from qcompile.runtime.parsers.tools import DeclaredTools
+from qcompile.runtime.sampling.structured import Reasoning
 from qcompile.runtime.turn import Turn
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ class DialogueFormat:
         if asked.tool_choice not in ("auto", "none"):
             return self._forced(asked, declared)
         if asked.structured:
-            return Turn(self._silent_prompt(asked), ReplyParser)
+            return (
+                self._reasoned(asked) if self._asks_to_reason(asked) else Turn(self._silent_prompt(asked), ReplyParser)
+            )
         if tools and self._calls is None:
             raise UsageError("tools: the format of this model's calls is unknown: name it (--tool-parser)")
         prompt = self._rendered(asked, self._variables(asked, tools))
@@ -121,6 +124,23 @@ class DialogueFormat:
             lambda: self._parser(prompt, calls, declared, None if asked.parallel_tool_calls else 1),
             not self._special.isdisjoint(self._marks(calls)),
             calls.id_characters if calls else None,
+        )
+
+    def _asks_to_reason(self, asked: Dialogue) -> bool:
+        """Whether a request for structured output asks for reasoning before it, in a format that has tags."""
+        switched = any(asked.variables.get(switch) is True for switch in _SWITCHES)
+        return self._tags is not None and (switched or asked.reasoning_effort not in (None, "none"))
+
+    def _reasoned(self, asked: Dialogue) -> Turn:
+        """A turn whose reply is reasoning, and structured output behind it."""
+        assert self._tags is not None
+        prompt = self._rendered(asked, self._variables(asked, asked.offered))
+        begun = self._begun(prompt)
+        return Turn(
+            prompt,
+            lambda: self._parser(prompt, None, DeclaredTools.of(()), None),
+            not self._special.isdisjoint(self._marks(None)),
+            reasoning=Reasoning(self._tags.opening, self._tags.closing, begun),
         )
 
     def _forced(self, asked: Dialogue, declared: DeclaredTools) -> Turn:

@@ -9,7 +9,7 @@ from typing import Any
 from qcompile.errors import UsageError
 from qcompile.runtime.parsers.reply import ReplyParser
 from qcompile.runtime.sampling.params import SamplingParams
-from qcompile.runtime.sampling.structured import FORCED, named_as
+from qcompile.runtime.sampling.structured import FORCED, Reasoning, named_as
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Turn:
 
     parser: makes a parser of one reply. keeps_special: whether replies must be decoded with their special tokens.
     id_characters: length of the ids of calls; None for any. schema: the JSON schema of replies, if they must be calls.
-    named: whether the request names the function to call.
+    named: whether the request names the function to call. reasoning: what stands before structured output.
     """
 
     prompt: str
@@ -27,11 +27,14 @@ class Turn:
     id_characters: int | None = None
     schema: dict[str, Any] | None = None
     named: bool = False
+    reasoning: Reasoning | None = None
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """The sampling parameters of a request, with what replies need. Raises UsageError."""
         if self.keeps_special:
             params = replace(params, skip_special_tokens=False)
+        if self.reasoning is not None and params.structure is not None:
+            params = replace(params, structured_outputs=replace(params.structure, reasoning=self.reasoning))
         if self.schema is None:
             return params
         if params.bans or params.ignore_eos:

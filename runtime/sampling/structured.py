@@ -37,12 +37,27 @@ def named_as(field: str | None) -> Iterator[None]:
         raise error if field is None else UsageError(f"{field} {error.what}") from None
 
 
+class Reasoning(NamedTuple):
+    """Any text between two tags, which stands before an output. begun: whether the prompt has the first tag.
+
+    Otherwise an output may begin without it.
+    """
+
+    opening: str
+    closing: str
+    begun: bool
+
+
 class Source(NamedTuple):
-    """A description of a language in one form: what a compiled grammar is known by. compact: JSON without spaces."""
+    """A description of a language in one form: what a compiled grammar is known by. compact: JSON without spaces.
+
+    reasoning: what stands before the language.
+    """
 
     kind: Kind
     text: str
     compact: bool = False
+    reasoning: Reasoning | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,8 @@ class StructuredOutputsParams:
 
     json: a JSON schema, as text or as Python's values. regex: a regular expression for the whole output. choice: texts,
     of which the output is one. grammar: a grammar in Lark's format, as llguidance reads it. json_object: any JSON
-    object. disable_any_whitespace: no spaces and newlines between the parts of JSON. Raises UsageError.
+    object. disable_any_whitespace: no spaces and newlines between the parts of JSON. reasoning: set by chats.
+    Raises UsageError.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -60,6 +76,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) is not None]
@@ -77,8 +94,8 @@ class StructuredOutputsParams:
     @property
     def source(self) -> Source:
         """The language in one form."""
-        known: Source = self.__dict__["_source"]
-        return known
+        language: Source = self.__dict__["_source"]
+        return language._replace(reasoning=self.reasoning)
 
     def _read(self, name: str) -> Source:
         value = getattr(self, name)
@@ -107,7 +124,7 @@ def structured(given: object) -> StructuredOutputsParams:
         return given
     if not isinstance(given, Mapping):
         raise UsageError(f"structured_outputs must be StructuredOutputsParams or its fields, not {shown(given)}")
-    known = [field.name for field in fields(StructuredOutputsParams)]
+    known = [field.name for field in fields(StructuredOutputsParams) if field.name != "reasoning"]
     for name in given:
         if name not in known:
             raise UsageError(f"structured_outputs has no field {shown(name)}: it has {', '.join(known)}")

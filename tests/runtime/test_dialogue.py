@@ -183,11 +183,24 @@ def test_forced_calls_have_a_schema_and_no_reasoning() -> None:
     ],
 )
 def test_structured_output_is_content_from_its_first_token_on(source: str, prompt: str) -> None:
-    with pytest.raises(UsageError, match="reasoning_effort 'high': structured outputs and forced calls exclude reason"):
-        form(source).turn(Dialogue([], reasoning_effort="high", structured=True))
     turn = form(source).turn(Dialogue([], reasoning_effort="none", structured=True))
     assert turn.prompt == prompt and turn.schema is None
     assert turn.parser().whole('{"a": "<think>"}') == ParsedReply('{"a": "<think>"}')
+
+
+def test_structured_output_stands_behind_reasoning_that_is_asked_for() -> None:
+    source = "{{ enable_thinking }}{# </think> #}"
+    for asked in ({"reasoning_effort": "high"}, {"variables": {"enable_thinking": True}}):
+        turn = form(source).turn(Dialogue([], structured=True, **asked))  # type: ignore[arg-type]
+        assert turn.prompt == "True" and turn.reasoning == ("<think>", "</think>", False)
+        assert turn.parser().whole("<think>a</think>\n\n1") == ParsedReply("1", "a")
+        params = turn.params(SamplingParams(structured_outputs={"regex": "1"}))
+        assert params.structure is not None and params.structure.source.reasoning == turn.reasoning
+    begun = form("{{ enable_thinking }}<think>\n{# </think> #}")
+    asked_to = Dialogue([], reasoning_effort="low", structured=True)
+    assert begun.turn(asked_to).reasoning == ("<think>", "</think>", True)
+    with pytest.raises(UsageError, match="reasoning_effort 'high': structured outputs and forced calls exclude reason"):
+        form("a{# <|channel|><|message|> #}").turn(Dialogue([], reasoning_effort="high", structured=True))
 
 
 def test_references_within_parameters_stay_right() -> None:
