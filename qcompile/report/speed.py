@@ -116,7 +116,7 @@ def _microseconds(kernel: str, cost: Cost, target: Target, dense: str) -> float:
     return 1e6 * (moving + computing)
 
 
-BATCHES = (1, 16, 64, 256)
+BATCHES: tuple[int, ...] = (1, 16, 64, 256)
 """Numbers of sequences for which decoding is predicted."""
 PROMPT = 2048
 """Tokens of a step of a prompt."""
