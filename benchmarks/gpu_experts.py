@@ -195,10 +195,12 @@ def check_router() -> list[dict[str, Any]]:
     for tokens in TOKENS:
         x = torch.randn(tokens, HIDDEN, device="cuda")
         scores = []
-        for each in (1, 2, 4):
-            spec = ScoresSpec(128, HIDDEN, HIDDEN, 128, tokens=each)
+        for each, rows_first in ((1, False), (2, False), (4, False), (4, True)):
+            spec = ScoresSpec(128, HIDDEN, HIDDEN, 128, tokens=each, rows_first=rows_first)
             out = torch.full((tokens, 128), float("nan"), device="cuda")
-            run(spec.kernel(90), (-(-tokens // each), spec.programs, 1), x=x, w=w, out=out, M=tokens)
+            blocks = -(-tokens // each)
+            grid = (spec.programs, blocks, 1) if rows_first else (blocks, spec.programs, 1)
+            run(spec.kernel(90), grid, x=x, w=w, out=out, M=tokens)
             want = x.double() @ w.double().T
             worst["scores"] = max(worst["scores"], float((out - want).norm() / want.norm()))
             scores.append(out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
-from qcompile.codegen.gpu.operands import GridSize, grid_size
+from qcompile.codegen.gpu.operands import Grid, GridSize, Size, grid_size
 from qcompile.codegen.sizes import power_of_two
 from qcompile.errors import UnsupportedError
 from qcompile.targets import has_pdl
@@ -22,8 +22,8 @@ MOST_SCORES = 1024
 class ScoresSpec:
     """out[M, N] = x[M, K] . w[N, K]^T (+ bias) in float32 without tensor cores, for the small N of a router.
 
-    A program computes `tokens` rows of x by as many rows of w. Strides are in elements. The order of summation does not
-    depend on `tokens`.
+    A program computes `tokens` rows of x by as many rows of w. With `rows_first`, programs that share rows of x run
+    together, else those that share rows of w. Strides are in elements. The order of summation depends on neither.
     """
 
     n: int
@@ -32,6 +32,7 @@ class ScoresSpec:
     out_stride: int
     bias: bool = False
     tokens: int = 1
+    rows_first: bool = False
 
     PART = 1024
 
@@ -49,6 +50,10 @@ class ScoresSpec:
     def programs(self) -> int:
         """Programs over the rows of w."""
         return -(-self.n // self.rows)
+
+    def grid(self, blocks: Size) -> Grid:
+        """The grid for `blocks` of `tokens` rows of x, 65,535 at most with `rows_first`."""
+        return (self.programs, blocks, 1) if self.rows_first else (blocks, self.programs, 1)
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""

@@ -12,8 +12,12 @@ from qcompile.codegen.gpu.operands import CountRef, GridSize, Operands
 from qcompile.codegen.gpu.router import CombineSpec, EverySpec, RouteSpec, RouteStep, ScoresSpec
 from qcompile.errors import UnsupportedError
 
-SCORED = ((8, 1), (16, 2), (0, 4))
-"""Most rows of a step (0: any number), and tokens per program of the router's scores."""
+SCORED = ((8, 1), (16, 2))
+"""Most rows of a step, and tokens per program of the router's scores. Larger steps have programs of MOST_TOKENS."""
+MOST_TOKENS = 4
+CACHED_BYTES = 1 << 24
+"""Most bytes of x that an L2 cache holds while programs read all of x for each few rows of w: with more, programs that
+share rows of x run together."""
 
 
 def scores(context: PlanContext, c: Gemm) -> Iterator[Launch]:
@@ -24,10 +28,12 @@ def scores(context: PlanContext, c: Gemm) -> Iterator[Launch]:
     args: Operands = {"x": context.ref(c.x), "out": context.ref(c.out), "M": CountRef(x.rows)}
     args |= weight_refs(**c.weights, bias=c.bias)
     variants = []
-    for most, tokens in SCORED:
-        spec = ScoresSpec(c.n, c.k, x.stride, out.stride, c.bias is not None, tokens)
+    cached = CACHED_BYTES // (4 * c.k)
+    sizes = [(most, tokens, False) for most, tokens in (*SCORED, (cached, MOST_TOKENS)) if most <= cached]
+    for most, tokens, rows_first in (*sizes, (0, MOST_TOKENS, True)):
+        spec = ScoresSpec(c.n, c.k, x.stride, out.stride, c.bias is not None, tokens, rows_first)
         kernel = spec.kernel(context.capability)
-        variants.append(Variant(kernel, (GridSize(x.rows, tokens), spec.programs, 1), args, most))
+        variants.append(Variant(kernel, spec.grid(GridSize(x.rows, tokens)), args, most))
     yield Launch(c.name, x.rows, tuple(variants))
 
 

@@ -187,13 +187,13 @@ def interpret_scores_and_sums() -> None:
     for rows in (1, 3, 17):
         x = torch.randn(rows, 640)
         outs = []
-        for tokens in (1, 4):
-            spec = ScoresSpec(n, k, 640, 32, True, tokens)
+        for tokens, rows_first in ((1, False), (4, False), (4, True)):
+            spec = ScoresSpec(n, k, 640, 32, True, tokens, rows_first)
             out = torch.full((rows, 32), float("nan"))
-            run(spec.kernel(80), (-(-rows // tokens), spec.programs, 1), x, w, out, bias, rows)
+            run(spec.kernel(80), spec.grid(-(-rows // tokens)), x, w, out, bias, rows)
             assert (out[:, :n] - (x[:, :k] @ w.T + bias)).abs().max() < 1e-4 and out[:, n:].isnan().all()
             outs.append(out[:, :n])
-        assert torch.equal(*outs)
+        assert all(torch.equal(outs[0], out) for out in outs)
         y, factor = torch.randn(rows, 2112), torch.randn(rows, 32)
         sums = CombineSpec(3, 700, 2112, 704, 32)
         out = torch.full((rows, 704), float("nan"))
