@@ -58,11 +58,11 @@ def measured() -> Iterator[Measured]:
         prompts = tuple((int(tokens), rate) for tokens, rate in row["prompts"].items())
         yield Measured("gpu_peers_h100", "llama-3-8b", recipe, "h100", prompts=prompts)
     ranks = _read("gpu_ranks_h200")
-    for row in ranks["rows"]:
-        rates = tuple((int(batch), 1e3 * int(batch) / each) for batch, each in row["decode_ms"].items())
-        yield Measured(
-            "gpu_ranks_h200", ranks["model"], ranks["recipe"], "h200", row["ranks"], ranks["layers"], decode=rates
-        )
+    for layers, rows in ranks["layers"].items():
+        for row in rows:
+            rates = tuple((int(batch), 1e3 * int(batch) / each) for batch, each in row["decode_ms"].items())
+            model = ranks["model"], ranks["recipe"], "h200"
+            yield Measured("gpu_ranks_h200", *model, row["ranks"], int(layers), decode=rates)
 
 
 def _read(name: str) -> Any:
@@ -78,6 +78,7 @@ def rows_of(each: Measured, folder: Path) -> Iterator[dict[str, Any]]:
     machines = Machines(get_target(each.target), each.ranks)
     options = {"shard.ranks": str(each.ranks)} if each.ranks > 1 else {}
     label = {"file": each.file, "model": each.model, "recipe": each.recipe, "target": each.target, "gpus": each.ranks}
+    label |= {"layers": each.layers} if each.layers else {}
     if each.decode:
         scenario = Scenario(machines, 1024)
         found = examine(folder, each.target, each.recipe, options, scenario=scenario).prediction
