@@ -41,6 +41,8 @@ HEADS = {
     "groups of 7": (28, 4, 128),
     "single heads": (8, 8, 64),
     "groups of 8": (32, 4, 64),
+    "large heads": (16, 2, 256),
+    "large heads, padded": (8, 4, 192),
 }
 SCORES: dict[str, dict[str, Any]] = {
     "plain": {},

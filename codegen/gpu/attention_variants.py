@@ -14,8 +14,12 @@ MAX_UNPAIRED_QUERIES = 256
 enough programs. Over a hierarchical cache the blocks have one octet of rows up to half as many positions."""
 FAR_ROWS = 64
 """Rows of programs with the queries as the A operand: those of one wgmma of four warps."""
+LARGE_HEAD = 256
+"""Most features of a head, of which eight warps have registers for the accumulators of FAR_ROWS rows."""
 FEW_FAR_ROWS = {16: 64, 8: 128, 4: 128}
 """Most rows of a step that programs of few rows take with many splits too, by bits: larger ones would be too few."""
+FEW_LARGE_ROWS = {16: 128, 8: 256, 4: 256}
+"""The same for heads of more than 128 features, of which a multiprocessor has one program of FAR_ROWS rows."""
 SOME_FAR_ROWS = 256
 """Most rows of a step over rounded pages that programs of FAR_ROWS rows take: of twice as many there are too few."""
 
@@ -62,15 +66,18 @@ def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, Attent
     """Pairs of the most rows of a step (0: any number) and the variant of `spec` for them, for steps with more than
     NEAR_SPLITS splits of positions.
 
-    Heads of a GQA group must fit the rows of a program, and two programs' accumulators a multiprocessor. Only an sm_90
-    GPU has shown that both orders of operands give the same bits.
+    Heads of a GQA group must fit the rows of a program, and accumulators the registers of a multiprocessor: of two
+    programs, or of one of eight warps if heads have more than 128 features. Only an sm_90 GPU has shown that both
+    orders of operands give the same bits.
     """
     kv, group = spec.kv, spec.heads // spec.kv.heads
     # Items of 16 bits are loaded by twos.
-    fits = 32 <= kv.dim <= 128 and group <= FAR_ROWS and (kv.bits == 16 or kv.width % 2 == 0)
+    most = 128 if kv.hierarchical else LARGE_HEAD
+    fits = 32 <= kv.dim <= most and group <= FAR_ROWS and (kv.bits == 16 or kv.width % 2 == 0)
     if not has_wgmma(capability) or kv.upper_only or not fits:
         return prefill_variants(spec)
-    few = (FEW_FAR_ROWS[kv.bits], replace(spec, octets=1))
+    few_rows = FEW_FAR_ROWS if kv.dim <= 128 else FEW_LARGE_ROWS
+    few = (few_rows[kv.bits], replace(spec, octets=1))
     # Rounded positions are prefetched to registers.
     rows = replace(spec, query_rows=FAR_ROWS, stages=3 if kv.bits == 16 else 1)
     # Warp groups are not in Triton's interpreter, nor in their kernel what these scores need.

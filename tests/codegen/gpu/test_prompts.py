@@ -34,6 +34,7 @@ WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kv8 of 48": ("w8a8", "kv8", {**UNEVEN, "softcap": 2.0, "key_bias": True, "chunk": 70}),
     "kv4": ("qserve", "kv4", WIDE),
     "kv4 of 48": ("qserve", "kv4", {**UNEVEN, "window": 70, **BOTH}),
+    "kv4 of 160": ("qserve", "kv4", {**WIDE, "head_dim": 160, "softcap": 2.0}),
     "kv_hier": ("bf16", "kv_hier", WIDE),
     "kv_hier of 48": ("bf16", "kv_hier", {**UNEVEN, "window": 150, "chunk": 200, **BOTH}),
 }
@@ -41,11 +42,11 @@ WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def interpret_prompt(way: str) -> None:
     """Steps of two texts by both orders of operands: the reference's results, with the same bits."""
-    from qcompile.codegen.gpu import attention
+    from qcompile.codegen.gpu import attention_variants
     from tests.support.gpu_interpreter import Interpreter
 
     recipe, format, more = WAYS[way]
-    attention.FEW_FAR_ROWS = dict.fromkeys((16, 8, 4), 17)
+    attention_variants.FEW_FAR_ROWS = attention_variants.FEW_LARGE_ROWS = dict.fromkeys((16, 8, 4), 17)
     graph, program, blobs = lowered(recipe, passes={"cache.format": format}, **more)
     length, begun, split = (400, 361, 128) if format == "kv_hier" else (160, 121, 64)
     ids = torch.randint(0, SHAPE["vocab"], (1, length), generator=torch.Generator().manual_seed(2))
@@ -53,6 +54,8 @@ def interpret_prompt(way: str) -> None:
     pages = list(range(pages_for(length, 64, 384 if format == "kv_hier" else 0)))
     plan = make_plan(program, TARGETS["h200"], split=split, inline_asm=False)
     assert any("_whole" in name and "B operands" in kernel.source for name, kernel in plan.kernels.items())
+    far = [launch for launch in plan.launches if launch.by == "far"]
+    assert all([variant.most for variant in launch.variants[:-1]] == [17] for launch in far) and far
     spare = max(pages) + 1
     machine = Interpreter(program, plan, blobs, rows=448, pages=spare + len(pages) + 1)
     other = Chunk(ids[0, :19].tolist(), 0, list(range(spare, spare + len(pages))))
@@ -74,7 +77,7 @@ def interpret_prompt(way: str) -> None:
 
 
 # Every cache, and every option of scores. Steps below have the other sizes of two of the caches.
-FIRST = ("kv16", "kv8 of 48", "kv4 of 48", "kv_hier of 48")
+FIRST = ("kv16", "kv8 of 48", "kv4 of 48", "kv4 of 160", "kv_hier of 48")
 
 
 @pytest.mark.parametrize("way", first(FIRST, WAYS))
@@ -202,6 +205,27 @@ def test_rounded_pages_take_fewer_rows_of_short_steps() -> None:
         assert [most for most, _ in far_variants(base, 90)] == rows
 
 
+def test_large_heads_take_eight_warps() -> None:
+    """Whose programs replace those of pairs of blocks, where steps have enough rows for them."""
+    for format, rows, stages in (("kv4", 256, 1), ("kv8", 256, 1), ("kv16", 128, 3)):
+        kv = GpuKV(format, 2, 256)
+        base = AttentionSpec(kv, 16, 4096, 0.1, split=tiles.split_positions(kv), cut="whole")
+        (most, few), (rest, many) = far_variants(base, 90)
+        assert (most, few.rows, few.query_rows, rest) == (rows, 8, 0, 0)
+        assert (many.query_rows, many.queries, many.warps, many.stages) == (64, 8, 8, stages) and not many.paired
+        assert not any(spec.query_rows for _, spec in far_variants(base, 80))
+
+
+@pytest.mark.parametrize("format", ["kv4", "kv8", "kv16"])
+def test_large_heads_have_registers_for_the_accumulators_of_a_row(format: str, compiled: Record) -> None:
+    """As wgmma, in one program a multiprocessor, with no more than sums of whole splits spilled."""
+    found = compiled(far(format, 16, 2, 256).kernel(90), 90)
+    assert found.matrix and all("wgmma" in one for one in found.matrix)
+    assert found.threads == 256 and found.shared_bytes <= 227 * 1024
+    # 240 to 352 bytes a thread, of 512 for sums of a split and of all splits; by four warps 1,290 to 1,520.
+    assert found.spill_bytes <= 500
+
+
 def test_pages_of_prompts_are_unpacked_before_attention_where_all_layers_have_that() -> None:
     _, program, _ = lowered("qserve", passes={"cache.format": "kv4"}, **WIDE)
     plan = make_plan(program, TARGETS["h200"])
@@ -225,7 +249,7 @@ def test_where_queries_are_not_the_rows() -> None:
     for spec in (
         far("kv4", 32, 8, 128, capability=80),
         far("kv16", 65, 1, 64),
-        far("kv16", 4, 2, 256),
+        far("kv_hier", 4, 2, 256),
         far("kv4", 4, 2, 100),
         far("kv_hier4", 4, 2, 64),
     ):
