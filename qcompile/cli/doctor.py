@@ -54,7 +54,7 @@ def doctor(
     For GPUs it also predicts the speed, on one or on several that divide the model.
 
     \b
-    Examples:
+    Example:
       qcompile doctor samples/pycode-26m --recipe qserve
       qcompile doctor MODEL --recipe qserve --target h100 --tensor-parallel-size 4 --context 8192
     """

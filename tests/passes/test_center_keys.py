@@ -88,7 +88,7 @@ def test_keys_turned_by_something_else_keep_their_mean() -> None:
         rope.update_arg(1, graph.call("shift", rope.args[1], 1.0))
     result = apply(CenterKeys(), graph)
     assert result.fired == 0 and not result.graph.calls("rotate_heads")
-    assert "turned by something other than their positions" in result.notes[0]
+    assert "rotated by something other than their positions" in result.notes[0]
 
 
 def test_without_text_keys_stay() -> None:
