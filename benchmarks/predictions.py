@@ -61,8 +61,8 @@ def measured() -> Iterator[Measured]:
     for layers, rows in ranks["layers"].items():
         for row in rows:
             rates = tuple((int(batch), 1e3 * int(batch) / each) for batch, each in row["decode_ms"].items())
-            model = ranks["model"], ranks["recipe"], "h200"
-            yield Measured("gpu_ranks_h200", *model, row["ranks"], int(layers), decode=rates)
+            model, recipe = ranks["model"], ranks["recipe"]
+            yield Measured("gpu_ranks_h200", model, recipe, "h200", row["ranks"], int(layers), decode=rates)
 
 
 def _read(name: str) -> Any:
