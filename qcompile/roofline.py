@@ -80,8 +80,9 @@ def call_cost(
     """Cost of one call of a program (codegen/program.py, as JSON) for the rows of a step.
 
     `weight_bytes` are sizes by weight name. An embedding lookup reads one row of its table for each row of the step.
-    Experts are read as often as rows that choose them independently leave them out. Every other weight is read
-    completely, once. The positions of a sequence are read once for all of its rows.
+    Of the experts, the share is read that rows which choose independently of each other would choose. Every other
+    weight is read completely, once. The positions of a sequence are read once for all of its rows: the newest that a
+    window or a chunk has, or all.
     """
     buffers = {buffer["name"]: buffer for buffer in program["buffers"]}
     named = [call.get(key) for key in ("x", "qkv", "q", "out", "residual", "other")]
@@ -95,14 +96,14 @@ def call_cost(
     if kernel == "expert_gemm":
         read = sum(weight_bytes[name] for name in call["weights"].values())
         chosen = 1.0 - (1.0 - call["slots"] / call["experts"]) ** step.rows
-        return Cost(
-            step.rows * row_bytes + chosen * read, step.rows * 2.0 * call["slots"] * call["rows"] * call["k"], "f32"
-        )
+        ops = step.rows * 2.0 * call["slots"] * call["rows"] * call["k"]
+        return Cost(step.rows * row_bytes + chosen * read, ops, "f32")
     if kernel == "attention":
         first, stop = call["value"] or (0, call["head_dim"])
         widths = call["heads"] * (call["head_dim"] + stop - first)
-        cached = step.sequences * step.context * _position_bytes(call, program)
-        return Cost(step.rows * row_bytes + cached, step.rows * 2.0 * step.context * widths, "f32")
+        context = min(step.context, call.get("window") or step.context, call.get("chunk") or step.context)
+        cached = step.sequences * context * _position_bytes(call, program)
+        return Cost(step.rows * row_bytes + cached, step.rows * 2.0 * context * widths, "f32")
     if kernel in ("conv_step", "recurrence_step"):  # a sequence's state is read and written once
         size, ops = _state(call)
         return Cost(step.rows * row_bytes + step.sequences * 2 * 4 * size, step.rows * ops, "f32")

@@ -60,8 +60,8 @@ TensorParallel = Annotated[
         "--tensor-parallel-size",
         min=1,
         metavar="N",
-        help="Processes that run the model together, each with a part of its weights and of the KV cache. On CPUs. "
-        "Default: 1, or what the artifact was built for.",
+        help="Processes that run the model together, each with a part of its weights and of the KV cache: on CPUs, "
+        "or one on each of N GPUs. Default: 1, or what the artifact was built for.",
     ),
 ]
 PassFields = Annotated[

@@ -8,9 +8,9 @@ import math
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
@@ -21,8 +21,10 @@ from qcompile.heads.layout import CONFIG, WEIGHTS, HeadShape
 from qcompile.heads.model import DraftHead
 from qcompile.heads.target import HeadTarget
 
-STATE = "training.pt"
+STATE = "training.safetensors"
 """The file in the output folder that holds an unfinished training."""
+_HEAD, _MOMENTS, _LOSSES = "head.", "optimizer.", "losses"
+"""How the names of its tensors begin: weights, the optimizer's moments by the number of the weight, and losses."""
 SAVE_SECONDS = 60.0
 _DECAY = 0.8
 """Weight of the loss at each depth, in multiples of the depth before it."""
@@ -82,6 +84,8 @@ class Training:
                 f"{windows.shape[0]} windows of {windows.shape[1]} tokens are too few for drafts of {options.depth}: "
                 "give more text"
             )
+        if not 0 < options.learning_rate < math.inf:
+            raise UsageError(f"--learning-rate {options.learning_rate}: give a number above 0")
         self.target, self.output = target, output
         shape = target.head_shape(options.layers, options.vocabulary)
         held_back = max(1, len(windows) // _HELD_BACK)
@@ -120,15 +124,17 @@ class Training:
         return Trained(self.options.steps, tokens, sum(last) / len(last), agreement)
 
     def _step(self) -> None:
-        """One step of the optimizer."""
+        """One step of the optimizer. Raises UsageError if the loss is no finite number."""
         rate = _rate(len(self.losses) / self.options.steps) * self.options.learning_rate
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
         loss = self._loss(self._batch(len(self.losses)))
         loss.backward()
-        clip_grad_norm_(self.head.parameters(), _LARGEST_GRADIENT)
-        value = loss.item()
+        slope = clip_grad_norm_(self.head.parameters(), _LARGEST_GRADIENT).item()
+        if not (math.isfinite(value := loss.item()) and math.isfinite(slope)):
+            step = len(self.losses) + 1
+            raise UsageError(f"the loss of step {step} is {value}, its gradient {slope}: give a lower --learning-rate")
         self._whole = False
         self.optimizer.step()
         self.losses.append(value)
@@ -184,35 +190,43 @@ class Training:
 
     def save(self) -> None:
         """Keep the state, atomically. Raises ResourceError if it cannot be written."""
-        state = {
-            "key": self.key,
-            "head": self.head.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "losses": self.losses,
-        }
+        tensors = {f"{_HEAD}{name}": value for name, value in self.head.state_dict().items()}
+        for number, moments in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"{_MOMENTS}{number}.{name}": value for name, value in moments.items()}
+        tensors[_LOSSES] = torch.tensor(self.losses, dtype=torch.float64)
         try:
             self.output.mkdir(parents=True, exist_ok=True)
             partial = self.output / f"{STATE}.partial"
-            torch.save(state, partial)
+            save_file({name: value.contiguous() for name, value in tensors.items()}, partial, {"key": self.key})
             partial.replace(self.output / STATE)
-        except (OSError, RuntimeError) as error:
+        except (OSError, SafetensorError) as error:
             raise ResourceError(f"cannot keep the training in {self.output}: {error}") from error
 
     def _resume(self) -> None:
-        """Take the state of an interrupted training, if there is one."""
+        """Take the state of an interrupted training, if there is one.
+
+        Raises UsageError if it is of another training, or cannot be read.
+        """
         path = self.output / STATE
         if not path.is_file():
             return
         try:
-            state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
-            same = state["key"] == self.key
-        except Exception as error:  # torch raises many types for damaged files
+            with safe_open(path, "pt") as file:
+                key = (file.metadata() or {}).get("key")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        except (OSError, SafetensorError) as error:
             raise UsageError(f"{path} cannot be read: remove it to begin again") from error
-        if not same:
+        if key != self.key:
             raise UsageError(f"{path} is of a training with another model, text or options: give another folder")
-        self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.losses = list(state["losses"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            if name.startswith(_MOMENTS):
+                number, _, moment = name.removeprefix(_MOMENTS).partition(".")
+                moments.setdefault(int(number), {})[moment] = value
+        head = {name.removeprefix(_HEAD): value for name, value in tensors.items() if name.startswith(_HEAD)}
+        self.head.load_state_dict(head)
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
+        self.losses = tensors[_LOSSES].tolist()
 
     def _write(self) -> None:
         """Write the head, its config.json last, and remove the state."""

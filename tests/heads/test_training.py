@@ -104,6 +104,23 @@ def test_an_interrupted_training_ends_with_the_same_weights(
         Training(target, windows, OPTIONS, tmp_path / "parts")
 
 
+def test_a_damaged_state_is_refused(target: HeadTarget, windows: Tensor, tmp_path: Path) -> None:
+    Training(target, windows, OPTIONS, tmp_path).save()
+    state = tmp_path / STATE
+    state.write_bytes(state.read_bytes()[:-9])
+    with pytest.raises(UsageError, match=f"{STATE} cannot be read: remove it"):
+        Training(target, windows, OPTIONS, tmp_path)
+
+
+def test_rates_that_train_nothing_are_refused(target: HeadTarget, windows: Tensor, tmp_path: Path) -> None:
+    for rate in (0.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="give a number above 0"):
+            Training(target, windows, replace(OPTIONS, learning_rate=rate), tmp_path)
+    with pytest.raises(UsageError, match="the loss of step 2 is .* give a lower --learning-rate"):
+        Training(target, windows, replace(OPTIONS, learning_rate=1e38), tmp_path / "head").run()
+    assert not (tmp_path / "head").exists()
+
+
 def test_the_layout_is_the_public_one(target: HeadTarget, windows: Tensor, tmp_path: Path) -> None:
     Training(target, windows, replace(OPTIONS, steps=1, vocabulary=40), tmp_path / "head").run()
     tensors = weights(tmp_path / "head")

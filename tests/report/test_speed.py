@@ -72,6 +72,8 @@ def test_positions_are_read_once_for_all_rows_of_a_sequence() -> None:
     decoding = call_cost(call, program, {}, StepShape(100.0, 8, 8))
     prompt = call_cost(call, program, {}, StepShape(100.0, 8))
     assert decoding.bytes == 8 * 100 * 10 == 8 * prompt.bytes and decoding.ops == prompt.ops == 8 * 2.0 * 100 * 16
+    for limit in ("window", "chunk"):
+        assert call_cost(call | {limit: 50}, program, {}, StepShape(100.0, 8)).ops == prompt.ops / 2
 
 
 def checkpoint(folder: Path) -> Path:
