@@ -116,7 +116,7 @@ def test_rates_that_train_nothing_are_refused(target: HeadTarget, windows: Tenso
     for rate in (0.0, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="give a number above 0"):
             Training(target, windows, replace(OPTIONS, learning_rate=rate), tmp_path)
-    with pytest.raises(UsageError, match="the loss of step 2 is .* give a lower --learning-rate"):
+    with pytest.raises(UsageError, match=r"the loss of step 2 is .* give a lower --learning-rate"):
         Training(target, windows, replace(OPTIONS, learning_rate=1e38), tmp_path / "head").run()
     assert not (tmp_path / "head").exists()
 
