@@ -62,7 +62,8 @@ def measured() -> Iterator[Measured]:
         for row in rows:
             rates = tuple((int(batch), 1e3 * int(batch) / each) for batch, each in row["decode_ms"].items())
             model, recipe = ranks["model"], ranks["recipe"]
-            yield Measured("gpu_ranks_h200", model, recipe, "h200", row["ranks"], int(layers), decode=rates)
+            prompts = tuple((int(tokens), int(tokens) / each) for tokens, each in row["prompt_seconds"].items())
+            yield Measured("gpu_ranks_h200", model, recipe, "h200", row["ranks"], int(layers), rates, prompts)
 
 
 def _read(name: str) -> Any:

@@ -82,9 +82,9 @@ def doctor(
 class Diagnosis:
     """What `doctor` reports. `unsupported` has {node, reason} each; bytes are 0 for a model that is not exportable.
 
-    `memory_bytes` is what running takes: weights, activations of the widest step, and the cache and recurrent states of
-    one sequence of full context. `disk_bytes` is the artifact without its kernel library (some 100 KB). `prediction` is
-    of GPUs (cli/predicting.py), empty for CPUs.
+    `memory_bytes` is what running takes, in all processes: weights, activations of the widest step, and the cache and
+    recurrent states of one sequence of full context. `disk_bytes` is the artifact without its kernel library (some 100
+    KB). `prediction` is of GPUs (cli/predicting.py), empty for CPUs.
     """
 
     exportable: bool
@@ -110,14 +110,16 @@ class Diagnosis:
         examined = f"layers: {self.plan['layers']}, which repeat the first {seen}\n" if seen else ""
         stated = self.plan.get("stated_context")
         shorter = f"context {console.context_text(self.plan['context'], stated)}\n" if stated else ""
-        state_bytes = self.plan["state_bytes"]
+        state_bytes, processes = self.plan["state_bytes"], self.plan["processes"]
+        shared = f" of {processes} processes" if processes > 1 else ""
         states = f", recurrent states {console.byte_size(state_bytes)}" if state_bytes else ""
         return (
             f"exportable: {self.plan['model']}, {self.plan['parameters']:,} parameters\n"
             f"{examined}{shorter}{console.left_out(self.plan['left_out'])}{console.remarks(self.plan['remarks'])}"
             f"passes: {passes}\n"
             f"kernels\n{kernels}\n"
-            f"memory {console.byte_size(self.memory_bytes)} (weights {console.byte_size(self.plan['weight_bytes'])}, "
+            f"memory{shared} {console.byte_size(self.memory_bytes)} "
+            f"(weights {console.byte_size(self.plan['weight_bytes'])}, "
             f"cache of {self.plan['context']} tokens {console.byte_size(self.plan['cache_bytes'])}{states}), "
             f"disk {console.byte_size(self.disk_bytes)}" + (f"\n{text_of(self.prediction)}" if self.prediction else "")
         )
@@ -166,7 +168,7 @@ def examine(
     packed, weights, files = (facts.pop(key) for key in ("linear_bits", "linear_weights", "files_bytes"))
     facts["bits_per_weight"] = packed / max(weights, 1)
     costs = facts.pop("costs")
-    speed = {} if scenario is None else prediction(costs, facts["activation_bytes"], scenario)
+    speed = {} if scenario is None else prediction(costs, facts["activation_bytes"] // facts["processes"], scenario)
     memory = sum(facts[f"{what}_bytes"] for what in ("weight", "cache", "state", "activation"))
     return Diagnosis(True, [], facts, memory, facts["weight_bytes"] + files, speed)
 
@@ -187,7 +189,7 @@ def _facts(plan: CompilationPlan, kind: str, scenario: Scenario | None) -> dict[
     from qcompile.runtime.options import STEP_TOKENS
     from qcompile.runtime.step import pages_for
 
-    program, info = plan.program, plan.graphs[-1].info
+    program, info, processes = plan.program, plan.graphs[-1].info, max(1, len(plan.ranks))
     pages = pages_for(info.max_position, program.kv.page_tokens, program.kv.ring_tokens)
     packed, weights = bits.linear_bits(plan.graphs[-1])
     steps: dict[Literal["tokens", "outputs"], int] = {"tokens": STEP_TOKENS[kind], "outputs": MAX_STEP_TOKENS}
@@ -201,9 +203,10 @@ def _facts(plan: CompilationPlan, kind: str, scenario: Scenario | None) -> dict[
         "passes": [{"name": p.name, "options": p.options, "fired": p.fired} for p in plan.passes],
         "kernels": dict(Counter(_kernel_name(call) for call in program.calls)),
         "weight_bytes": sum(size for weight in plan.weights for _, size in weight.blobs),
-        "cache_bytes": pages * program.kv.page_bytes,
-        "state_bytes": program.states.slot_bytes,
-        "activation_bytes": sum(count * program.arena_bytes(rows) for rows, count in steps.items()),
+        "processes": processes,
+        "cache_bytes": processes * pages * program.kv.page_bytes,
+        "state_bytes": processes * program.states.slot_bytes,
+        "activation_bytes": processes * sum(count * program.arena_bytes(rows) for rows, count in steps.items()),
         "files_bytes": sum(len(content) for content in plan.files.values()),
         "context": info.max_position,
         "costs": {} if scenario is None else costs_of(plan, scenario),

@@ -27,8 +27,8 @@ MATRIX, ATTENTION = {"int8": 0.55, "bf16": 0.7, "f32": 0.7}, 0.4
 """Shares of the rates of matrix units at which GEMMs compute, by type, and attention computes."""
 EXCHANGE_US = 3.0
 """Microseconds of one exchange between the GPUs of a machine, beside the time of its bytes."""
-LINK = 0.7
-"""Share of a link's rate at which sums send."""
+LINK = 0.5
+"""Share of a link's rate at which sums send: 0.53 for 32 MiB on two H200 (benchmarks/results/gpu_sums_h200.json)."""
 NETWORK_GB_S, NETWORK_US = 50.0, 20.0
 """Of a network of 400 Gb/s for each GPU: GB/s, and microseconds of an exchange. Assumed, not measured."""
 _ONE_EXCHANGE = 1 << 18
@@ -56,9 +56,11 @@ class Machines:
         near = self.ranks // self.nodes
         total = 0.0
         if near > 1:
-            small = size <= _ONE_EXCHANGE or near == 2
-            sent = 2 * (near - 1) * size if small else 2 * (near - 1) * size / near  # small ones send flags, too
-            total += (1 if small else 2) * EXCHANGE_US + sent / (LINK * self.target.link_gb_s * 1e3)
+            once = size <= _ONE_EXCHANGE or near == 2
+            sent = (near - 1) * size if once else 2 * (near - 1) * size / near
+            if size <= _ONE_EXCHANGE:  # each number has the sum's beside it
+                sent *= 2
+            total += (1 if once else 2) * EXCHANGE_US + sent / (LINK * self.target.link_gb_s * 1e3)
         if self.nodes > 1:
             total += 2 * NETWORK_US + 2 * (self.nodes - 1) * size / self.nodes / (NETWORK_GB_S * 1e3)
         return total

@@ -116,6 +116,9 @@ def test_what_cannot_be_predicted_is_refused(
 def test_several_processes_on_cpus_are_examined_without_prediction(capsys: Capture, tmp_path: Path) -> None:
     found = json_of(capsys, "doctor", checkpoint(tmp_path), "--recipe", "w8a8", "--tensor-parallel-size", 2)
     assert "all_reduce" in found["plan"]["kernels"] and found["prediction"] == {}
+    one = json_of(capsys, "doctor", tmp_path, "--recipe", "w8a8")["plan"]
+    assert (one["processes"], found["plan"]["processes"]) == (1, 2)
+    assert one["cache_bytes"] == found["plan"]["cache_bytes"]  # each process has the half of it
 
 
 def test_machines_must_be_even() -> None:
