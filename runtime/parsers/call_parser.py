@@ -7,7 +7,7 @@ After that, the arguments are handed out as they come; where they leave the form
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from qcompile.runtime.parsers.events import ArgumentsPiece, CallStart, TextPiece
 from qcompile.runtime.parsers.incremental import WHITESPACE, Incremental, MalformedError, Steps
@@ -42,6 +42,21 @@ class CallParser(Incremental):
     def start(self) -> Steps[None]:
         """Read calls at the start of the reply that need no marker. Raises MalformedError."""
         yield from ()
+
+    def in_turn(self, one: Callable[[], Steps[None]], begin: str, end: str) -> Steps[None]:
+        """Read a call by `one`, and those that follow after `begin` each. `end`, behind a call, may be missing.
+
+        Raises MalformedError.
+        """
+        more = True
+        while more:
+            yield from one()
+            yield from self.skip_space()
+            yield from self.skip(end)
+            yield from self.skip_space()
+            if more := (yield from self.looks_at(begin)):
+                self.mark = self.at
+                yield from self.skip(begin)
 
     def parse(self) -> Steps[None]:
         self.mark = 0

@@ -18,20 +18,8 @@ class FencedTokensParser(JsonCallParser):
     def call(self, marker: str) -> Steps[None]:
         yield from self.skip_space()
         if marker == _CALL or (yield from self.skip(_CALL)):
-            yield from self._calls()
-
-    def _calls(self) -> Steps[None]:
-        more = True
-        while more:
-            yield from self._one()
-            yield from self.skip_space()
-            yield from self.skip(_CALL_END)
-            yield from self.skip_space()
-            more = yield from self.looks_at(_CALL)
-            if more:
-                self.mark = self.at
-                yield from self.skip(_CALL)
-        yield from self.skip(_CALLS_END)
+            yield from self.in_turn(self._one, _CALL, _CALL_END)
+            yield from self.skip(_CALLS_END)
 
     def _one(self) -> Steps[None]:
         name, _ = yield from self.take_until((_BETWEEN,), MOST_NAME)

@@ -19,15 +19,7 @@ class SectionTokensParser(JsonCallParser):
         yield from self.skip_space()
         if marker == _SECTION:
             yield from self.expect(_CALL)
-        more = True
-        while more:
-            yield from self._one()
-            yield from self.skip_space()
-            yield from self.skip(_CALL_END)
-            yield from self.skip_space()
-            if more := (yield from self.looks_at(_CALL)):
-                self.mark = self.at
-                self.at += len(_CALL)
+        yield from self.in_turn(self._one, _CALL, _CALL_END)
         yield from self.skip(_SECTION_END)
 
     def _one(self) -> Steps[None]:
