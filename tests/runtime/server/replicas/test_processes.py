@@ -19,7 +19,8 @@ from qcompile.errors import UsageError
 from tests.runtime.server.test_server import Client
 
 Build = Callable[[str], Path]
-LONG = {"prompt": "x", "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "x", "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "stream": True, "n": 32}
+"""It takes a replica longer than a busy machine takes to go on with the test: the context is 256 tokens."""
 
 
 @pytest.fixture(scope="module")
