@@ -459,7 +459,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a malformed call behind others loses its text",
-        "runtime/parsers/fenced_tokens.py",
+        "runtime/parsers/call_parser.py",
         "                self.mark = self.at\n",
         "",
         "tests/runtime/parsers/test_parsers.py",
