@@ -43,7 +43,7 @@ class OpenedModel:
 
 
 def open_model(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:
-    """Verify the artifact at `root`, whose manifest was checked, and open it on the device that it was built for.
+    """Verify the artifact at `root` and open it on the device that it was built for; `manifest` was checked before.
 
     Raises ArtifactError (damaged, or built for another machine or an unknown kind of device), ResourceError (memory, a
     device or its driver), UsageError.

@@ -132,7 +132,7 @@ class DialogueFormat:
         return self._tags is not None and (switched or asked.reasoning_effort not in (None, "none"))
 
     def _reasoned(self, asked: Dialogue) -> Turn:
-        """A turn whose reply is reasoning, and structured output behind it."""
+        """A turn with a reply of reasoning, followed by structured output."""
         assert self._tags is not None
         prompt = self._rendered(asked, self._variables(asked, asked.offered))
         begun = self._begun(prompt)
@@ -144,7 +144,8 @@ class DialogueFormat:
         )
 
     def _forced(self, asked: Dialogue, declared: DeclaredTools) -> Turn:
-        """A turn whose reply must call tools: a list of calls as JSON, whatever the model's own format, at once."""
+        """A turn with a reply that must call tools. The reply is a list of calls as JSON from its first token on, in
+        place of the model's own format."""
         if asked.structured:
             raise UsageError("tool_choice: structured outputs exclude calls; use 'auto' or 'none'")
         if not asked.offered:

@@ -63,9 +63,9 @@ def _of_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _moved(schema: Any, place: str, by_name: bool = False) -> Any:
-    """A schema whose root is at `place` of another one: its references to itself are changed.
+    """A schema that becomes a part of another one, at `place`: its references to itself are changed.
 
-    by_name: whether it is schemas by names of the user's own.
+    by_name: whether `schema` maps names that the user chose to schemas, so that no name in it is a keyword.
     """
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]

@@ -19,7 +19,7 @@ _TESTS_FOR_NONE = tuple(
 
 
 _NUMBERED = "<|tool_call_argument_begin|>"
-"""A text of templates that print the ids of calls, and whose models write ids of names and numbers."""
+"""A text in templates that print the ids of calls. Their models write ids of the form `functions.NAME:NUMBER`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class HistoryStyle:
 
     missing: stands for the content of a message that only calls tools. thinking: whether reasoning is read as
     `thinking`, too. one_call: whether only the first call of a message is read. numbered: whether the ids of calls,
-    which the template prints, are `functions.NAME:NUMBER`, as such models write them.
+    which the template prints, must have the form `functions.NAME:NUMBER`, as such models write them.
     """
 
     missing: str | None = ""

@@ -23,7 +23,7 @@ _MARKS = (
 
 
 def infill_tokens(tokenizer: Tokenizer | None, prefixes: Sequence[object], suffix: str) -> list[list[int]]:
-    """The tokens of prompts whose continuation belongs between each prefix and the suffix. Raises UsageError."""
+    """The tokens of prompts that have the model write what is between each prefix and the suffix. Raises UsageError."""
     marks = _marks(tokenizer)
     if tokenizer is None or marks is None:
         raise UsageError("suffix is not supported by this model: its tokenizer has no tokens for a text's middle")

@@ -91,7 +91,7 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
 
 
 def _shortened(manifest: Manifest, tokens: Any) -> Manifest:
-    """The manifest of an artifact whose context is no longer than `tokens`, if a number is given."""
+    """The manifest with a context of `tokens` tokens in place of the artifact's, if a number is given."""
     if tokens is None:
         return manifest
     context = manifest["model"]["max_position"]

@@ -2,7 +2,7 @@
 
 Every file is hashed on a thread pool from the memory that it was read into. Weights are read directly into one arena of
 huge pages, chunk by chunk, and each chunk is hashed while it is still in the core's cache. The kernel library is opened
-from an in-memory file that holds the very bytes whose hash was checked.
+from an in-memory file that holds the same bytes that were hashed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Arena:
         self.view = memoryview(self._map)[skip : skip + size]
 
     def release(self, offset: int, size: int) -> None:
-        """Give back whole pages, whose contents become zeros."""
+        """Give back whole pages; they read as zeros afterwards."""
         self._map.madvise(mmap.MADV_DONTNEED, self._skip + offset, size)
 
 

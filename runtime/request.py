@@ -39,7 +39,7 @@ class RequestSpec:
     """What the caller asked for.
 
     prompt_length: tokens of the prompt. max_length: tokens of prompt and output at which the request ends, by its
-    max_tokens or the context. owner: whose request it is, if only requests of one owner may share cached pages.
+    max_tokens or the context. owner: who sent the request, if only requests of one owner may share cached pages.
     """
 
     id: int
@@ -196,7 +196,7 @@ class StreamState:
     held: HeldText = field(default_factory=HeldText)
     """Text that may turn out to be the start of a stop text, and is not in the output yet."""
     unread: list[int] = field(default_factory=list)
-    """Tokens whose text is not in the output yet, as nobody has asked for it (engine/stops.py)."""
+    """Tokens that were not decoded to text yet, as nobody has asked for the text (engine/stops.py)."""
 
 
 @dataclass(eq=False, slots=True)

@@ -66,7 +66,7 @@ class Worker:
             try:
                 if ready[0][1] & ~select.POLLOUT:
                     answer += self._read()
-                elif len(rest):  # without the signal that would end a process whose reader has ended
+                elif len(rest):  # MSG_NOSIGNAL: if the reader has ended, send must raise, not end this process
                     rest = rest[self._socket.send(rest, socket.MSG_NOSIGNAL) :]
                 if not len(rest):
                     poll.modify(self._socket, select.POLLIN)

@@ -136,8 +136,8 @@ class StepExecutor(Protocol):
         """Run one step. Returns the argmax of every output row and, if `logits`, the logits [outputs, vocab].
 
         The logits are valid until the next call. Biases and penalties of a sequence are applied to its logits. The
-        argmax of a row whose next token is known (`SamplingInputs.known`) is -1 if the row's logits are not finite, and
-        has no other meaning.
+        argmax of a row that is followed by a known token (`SamplingInputs.known`) is -1 if the row's logits are not
+        finite, and has no other meaning.
         """
 
     def decode(self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()) -> list[int]:

@@ -24,7 +24,7 @@ from qcompile.runtime.sampling.penalties import Penalties
 from qcompile.runtime.step import RATES, HiddenStates, Limits, Rate, Rows, SlotCopies
 
 _RANK_FAILED = 2
-"""The status of a step of a divided model, one of whose ranks has ended."""
+"""The status of a divided model's step when a rank has ended."""
 
 FILL_MASK = ctypes.CFUNCTYPE(
     None, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32

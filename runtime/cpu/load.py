@@ -106,7 +106,7 @@ class _Caches(NamedTuple):
 
 
 def _slot_bytes(kv: dict[str, Any]) -> int:
-    """Bytes of a sequence's recurrent states, of a path whose cache the manifest describes by `kv`."""
+    """Bytes of a sequence's recurrent states in a path; `kv` is the manifest's description of the path's cache."""
     return int(kv.get("slot_bytes") or 0)
 
 

@@ -13,8 +13,11 @@ MIN_PAGES = 8
 
 
 class AttentionWork(NamedTuple):
-    """What attention has to do for sequences that are next to each other in a step: at most `splits` splits of
-    positions and `queries` rows a sequence. `even`: most contexts are nearly as long as the longest."""
+    """The work of attention for sequences that are next to each other in a step.
+
+    A sequence has at most `splits` splits of positions and `queries` rows. `even`: most contexts are nearly as long as
+    the longest.
+    """
 
     splits: int = 0
     tokens: int = 0
@@ -94,9 +97,9 @@ def _unpacked_pages(plan: Mapping[str, Any], prompts: AttentionWork) -> int:
 
 
 def _ordered(plan: Mapping[str, Any], work: AttentionWork) -> bool:
-    """Whether programs that sum all positions of their rows are faster than those of splits, whose sums are merged.
+    """Whether programs that sum all positions of their rows are faster than programs of splits, with sums to merge.
 
-    They are if they keep nearly all multiprocessors busy to the end. Plans without such programs list none.
+    They are if they keep nearly all multiprocessors busy to the end. A plan without such programs lists none.
     """
     if not plan.get("ordered_programs") or not work.queries:
         return False

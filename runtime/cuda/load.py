@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 
 _FEWEST_ROWS = 512
-"""Steps of this number of rows are the smallest that loading chooses."""
+"""Fewest rows of a step that loading chooses."""
 _BUFFER_SHARE = 4
-"""Loading chooses steps whose buffers take at most 1 / 4 of the memory for buffers, cache and states."""
+"""Loading chooses steps small enough that their buffers take at most 1 / 4 of the memory for buffers, cache and
+states."""
 
 
 def open_cuda(
@@ -99,7 +100,7 @@ def open_cuda(
 
 
 class LoadedRank(NamedTuple):
-    """A rank of a divided model whose kernels and weights are on its GPU: all but the memory of its executor."""
+    """A rank of a divided model, with its kernels and weights on its GPU, but without the memory of its executor."""
 
     gpu: Driver
     plan: dict[str, Any]
@@ -182,8 +183,11 @@ def open_divided(
 
 
 class _Room(NamedTuple):
-    """What caches and states may take: bytes of a page and of a slot over all paths, most pages, and the share of the
-    GPU's memory that may be used; and whether steps may have fewer rows than the limits say."""
+    """The memory that caches and states may take.
+
+    It has the bytes of a page and of a slot, summed over all paths, the most pages, the share of the GPU's memory that
+    may be used, and whether steps may have fewer rows than the limits say.
+    """
 
     page_bytes: int
     slot_bytes: int

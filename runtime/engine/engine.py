@@ -96,9 +96,9 @@ class Engine:
     ) -> Request:
         """Queue one sample of a checked prompt. The first sample alone (`index` 0) reports the prompt.
 
-        embeds: the prompt's embeddings [tokens, width], whose tokens have no meaning then. grammar: that of the
-        parameters' structured outputs (`grammars`). owner: as in RequestSpec. The prompt has at least one token. The
-        context has room for one token more, unless params.max_tokens is 0.
+        embeds: the prompt's embeddings [tokens, width]; the numbers of its tokens then have no meaning. grammar: that
+        of the parameters' structured outputs (`grammars`). owner: as in RequestSpec. The prompt has at least one token.
+        The context has room for one token more, unless params.max_tokens is 0.
         """
         assert (grammar is None) == (params.structure is None)
         reports_prompt = params.prompt_logprobs is not None and index == 0

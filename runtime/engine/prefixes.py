@@ -38,9 +38,10 @@ _NOTHING = CachedPage(-1, (), None)
 class CachedText:
     """The text of a request that has ended over a hierarchical cache, and all its pages.
 
-    tokens: those whose keys and values the pages hold. drafted: how many of them each draft stage's own cache holds.
-    sharing: the adapter that computed them, and whose text it is.
-    The newest tokens are in the ring of the text, which the next tokens overwrite: one request alone can continue it.
+    tokens: those of which the pages hold keys and values. drafted: how many of them each draft stage's own cache holds.
+    sharing: the adapter that computed them, and the owner of the text.
+    The newest tokens are in the ring of the text. A continuation overwrites the ring, so only one request can continue
+    the text.
     """
 
     tokens: list[int]

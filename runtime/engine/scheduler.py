@@ -22,8 +22,10 @@ from qcompile.runtime.request import Request
 
 
 class Scheduler:
-    """Queues requests and assigns pages: up to `max_tokens` rows per step, `max_outputs` of them with logits (0: all),
-    up to `max_batch` running requests."""
+    """Queues requests and assigns pages.
+
+    A step has up to `max_tokens` rows, `max_outputs` of them with logits (0: all). Up to `max_batch` requests run.
+    """
 
     def __init__(
         self, pool: BlockPool, max_tokens: int, max_batch: int, samples: bool = False, max_outputs: int = 0
@@ -47,7 +49,7 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request behind those with the same or a lower number of priority."""
+        """Queue a request behind those with the same or a lower `priority`: lower numbers run first."""
         place = len(self.waiting)
         while place and self.waiting[place - 1].params.priority > request.params.priority:
             place -= 1
@@ -101,7 +103,11 @@ class Scheduler:
         return self.extend(plan, steps) if steps > 1 and len(decoding) == len(plan.requests) else plan
 
     def extend(self, plan: StepPlan, steps: int) -> StepPlan:
-        """`plan`, in which all requests decode, with as many steps, up to `steps`, as all requests have room for."""
+        """`plan`, in which all requests decode, as a multi-step decode.
+
+        It gets up to `steps` steps, as many as all requests have room for. It stays one step if a request needs logits
+        on the host, or masks that the executor cannot ask for.
+        """
         if any(request.params.needs_logits(self.samples) for request in plan.requests):
             return plan
         if not self.asks_for_masks and any(request.sampler.grammar for request in plan.requests):
@@ -164,10 +170,11 @@ class Scheduler:
             room.append(plan, self.running[-1])
 
     def _admit(self, request: Request, computing: Sequence[Request]) -> bool:
-        """Start the first waiting request if there are pages for all its tokens, and one for each running request, so
-        that it is not preempted at once. It continues from the longest prefix of its text that is in the cache.
+        """Start the first waiting request if the pool has enough pages. Returns whether it was started.
 
-        `computing` are the requests that have more than one token to compute.
+        Enough are pages for all its tokens, and one more for each running request, so that it is not preempted at once.
+        The request continues from the longest prefix of its text that is in the cache. `computing` are the requests
+        that have more than one token to compute.
         """
         if len(self.running) >= self.max_batch or not self.slots.free:
             return False
@@ -224,8 +231,8 @@ class Scheduler:
         self.running.append(request)
 
     def _cached_pages(self, request: Request, computing: Sequence[Request]) -> list[CachedPage] | None:
-        """The request's pages that are in the cache; None while a request of `computing` computes the page after
-        them."""
+        """The request's pages that are in the cache. None if the request should wait, because a request of `computing`
+        is about to compute the page after them, which both can share."""
         if self.pool.prefixes is None:
             return []
         tokens = request.sequence.tokens
@@ -251,13 +258,13 @@ class Scheduler:
     def _state_ends(self, request: Request, known: int) -> list[int]:
         """Positions before which a step of the request ends, so that its states can be kept there.
 
-        Others may share its whole prompt, or the `known` pages that it shares with a text before it.
+        Later requests may share its whole prompt, or only the `known` pages that it has in common with an earlier text.
         """
         size = self.pool.page_tokens
         return sorted({known * size, (len(request.sequence.tokens) - 1) // size * size} - {0})
 
     def _keep_states(self) -> None:
-        """Keep the states of requests that have reached such a position."""
+        """Keep the states of requests that have reached a position of their `state_ends`."""
         for request in self.running if self.snapshots else ():
             sequence = request.sequence
             if self.snapshots and not sequence.pending_rows and sequence.computed in sequence.state_ends:
@@ -294,8 +301,8 @@ class Scheduler:
     def _keep_text(self, request: Request) -> None:
         """Keep the request's text and pages, over a hierarchical cache, for a request that continues the text.
 
-        Positions past the text's end may have been computed. If they are in another group, they may have rounded a
-        group that the token after the end still reads from the ring: the text is then not kept.
+        The text is not kept if positions of another group, past its end, have been computed (drafts). Their step may
+        have rounded a group that the token after the end still reads from the ring.
         """
         sequence = request.sequence
         count = min(sequence.computed, len(sequence.tokens))

@@ -19,10 +19,9 @@ _MOST_UNREAD = 32
 def extend_text(request: Request, tokens: Sequence[int], early: int = 0) -> int:
     """Add new tokens' text to the output (`read_text` tells when). Returns how many of them the output keeps.
 
-    In the text of the first `early` tokens, stop texts do not count.
-
-    If a stop text ends the output, that may be fewer than all, and the output's stop_reason is set. Text that may turn
-    out to be the start of a stop text is held back.
+    In the text of the first `early` tokens, stop texts do not count. A stop text in later text ends the output: the
+    tokens behind it are not kept, and the output's stop_reason is set. Text that may turn out to be the start of a stop
+    text is held back.
     """
     stream, output = request.stream, request.output
     if stream.detokenizer is None:
@@ -49,7 +48,7 @@ def read_text(request: Request) -> None:
 
 
 def _search(request: Request, detokenizer: Detokenizer, tokens: Sequence[int]) -> int:
-    """`extend_text` for tokens in whose text stop texts count."""
+    """`extend_text` for tokens after the early ones: stop texts in their text count."""
     stream, output, stops = request.stream, request.output, request.params.stops
     before, held = detokenizer.clone(), stream.held
     text = held + detokenizer.push(tokens)

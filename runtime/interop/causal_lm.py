@@ -106,9 +106,9 @@ class CompiledCausalLM(torch.nn.Module):
     ) -> CausalLMOutputWithPast | tuple[torch.Tensor, ...]:
         """Float32 logits [batch, tokens, vocab] of input_ids [batch, tokens], and with labels their mean loss.
 
-        labels: as input_ids; -100 does not count, nor does a label whose token before is padding. logits_to_keep: of
-        a number of last tokens, 0 for all, or a tensor of positions. use_cache: without effect. Logits of padding are
-        zeros. Raises UnsupportedError for further arguments, UsageError.
+        labels: as input_ids; -100 does not count, nor does a label that follows padding. logits_to_keep: a number of
+        last tokens, 0 for all, or a tensor of positions; only these get logits. use_cache: without effect. Logits of
+        padding are zeros. Raises UnsupportedError for further arguments, UsageError.
         """
         _refuse_rest(others, "the forward pass")
         rows = _rows(input_ids, attention_mask)

@@ -62,7 +62,7 @@ class AdapterTable:
         return tuple(self._numbers)
 
     def mark(self, page: int, name: str | None) -> None:
-        """Note that the sequence whose first page is `page` has the adapter `name`, or none."""
+        """Note that the sequence that begins in page `page` has the adapter `name`, or none."""
         self._pages[page] = 0 if name is None else self._numbers[name]
 
 

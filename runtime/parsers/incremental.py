@@ -1,4 +1,4 @@
-"""A parser whose text arrives in pieces: it is written as for a whole text, and pauses where the next piece is needed.
+"""A parser of a text that arrives in pieces: it is written as for a whole text, and pauses where it needs the next one.
 
 The events of a text do not depend on where it was cut: a parser reads character by character, or looks for texts, and
 waits whenever what follows could change what it does.

@@ -1,4 +1,4 @@
-"""Calls whose arguments are written one by one as text, and are JSON by the types that the tool declares."""
+"""Calls with arguments that are written one by one as text. They become JSON by the types that the tool declares."""
 
 from __future__ import annotations
 

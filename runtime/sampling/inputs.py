@@ -16,10 +16,10 @@ class SamplingInputs(NamedTuple):
 
     temperature: 0 is greedy. top_k: 0 is no limit. min_logit: what to add to the largest logit for min-p's limit.
     bias, penalties, masks: None if the logits stay as they are. The tokens listed there are those up to
-    position `first`. known: tokens whose logits are those of the positions before `first`: nothing is chosen there.
-    reports: None, or where the executor reports log probabilities (`logprobs.empty_reports`): first of the known
-    tokens, then of the token whose logits are those of position `first`, and so on. Rows of tokens that are rejected
-    are undefined.
+    position `first`. known: tokens that are given already; their logits are those of the positions before `first`,
+    where nothing is chosen. reports: None, or where the executor reports log probabilities
+    (`logprobs.empty_reports`): first of the known tokens, then of the token that the logits of position `first` give,
+    and so on. Rows of tokens that are rejected are undefined.
     """
 
     temperature: float = 0.0
@@ -27,7 +27,7 @@ class SamplingInputs(NamedTuple):
     min_logit: float = -math.inf
     top_k: int = 0
     first: int = 0
-    """The position of the token whose logits the first random number draws from."""
+    """The position with the logits that the first random number draws from."""
     uniforms: Sequence[float] = ()
     penalties: Penalties | None = None
     bias: Bias | None = None

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 
 _MOST_TEXTS = 1 << 16
-"""Most texts whose numbers are remembered: about 10 MB."""
+"""Most texts with a number that is remembered: about 10 MB."""
 _MOST_MASKS = 1024
 """Most masks that are kept: 19 MB with a vocabulary of 151,936 tokens."""
 
@@ -15,8 +15,9 @@ _MOST_MASKS = 1024
 class KnownMasks:
     """Masks by the text after which they are. Several threads may use it.
 
-    A text, of any length, is found by its number, which stands for a grammar and the tokens after its start. No other
-    text ever gets that number, not of another object either. A text whose number was forgotten gets another one.
+    A text of any length is found by its number, which stands for a grammar and the tokens after its start. No other
+    text gets the same number, in this object or another. When the number of a text was forgotten, the text gets a new
+    one.
     """
 
     _numbers = itertools.count()

@@ -1,4 +1,4 @@
-"""What the texts of a grammar share of llguidance: lexers, whose states one text after another makes them learn."""
+"""The lexers of llguidance that the texts of a grammar share. A lexer learns its states from the texts, one by one."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ _MOST_WORDS, _MOST_WORD = 1024, 256
 _MOST_TOKENS = 1 << 20
 """Most tokens in a list of them."""
 _MOST_BIAS, _MOST_BIASES = 100.0, 1024
-"""Largest bias, whose negative is the smallest, as in OpenAI's API; and most biases of a request."""
+"""Largest absolute value of a bias, as in OpenAI's API; and most biases of a request."""
 
 
 _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 _TOKENS = ("stop_token_ids", "allowed_token_ids")
 _NO_NUMBERS = ("stop", "logit_bias", "structured_outputs", "bad_words", "lora", *_TOKENS, *_FLAGS)
-"""Fields whose values are not numbers."""
+"""Fields with values that are not numbers."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ from typing import Any
 MOST_DEPTH = 128
 """Most levels of a schema's brackets in each other, as in llguidance, which has such limits for all grammars."""
 MOST_PROPERTIES = 3000
-"""Most properties of a schema: those of one object take time by the square of their number, of so many a second."""
+"""Most properties of a schema. The time to compile an object grows with the square of its number of properties: this
+number takes a second."""
 MOST_MULTIPLE = 100_000
-"""Largest common multiple of all `multipleOf`, in their smallest decimal place: llguidance has a state a remainder."""
+"""Largest common multiple of all `multipleOf`, in units of their smallest decimal place: llguidance has a state for
+each remainder."""
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BRACKETS = re.compile(r"[\[\](){}]")
 
@@ -45,7 +47,7 @@ def _check_size(schema: Mapping[str, Any]) -> None:
     if count > MOST_PROPERTIES:
         raise ValueError(f"has {count:,} properties, of at most {MOST_PROPERTIES:,}: ask for parts of it one by one")
     if _common_multiple(_values(schema, "multipleOf")) > MOST_MULTIPLE:
-        raise ValueError(f"has multipleOf whose common multiple is too large: at most {MOST_MULTIPLE:,} is possible")
+        raise ValueError(f"has values of multipleOf with too large a common multiple: the limit is {MOST_MULTIPLE:,}")
 
 
 def _common_multiple(given: Iterable[Any]) -> int:

@@ -71,11 +71,11 @@ _LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 class Served:
     """What a server offers. name: the model's name for clients. api_key: one key, or several; None requires none.
 
-    origins: web pages whose scripts may read responses, as `https://example.org`; `*` stands for all. Pages of this
-    machine may in any case. tool_parser, reasoning_parser: formats of replies by name; None for those that the template
-    shows. sinks: what takes the records of all requests. limits: those of connections. page: whether `/` is a page to
-    chat with the model. isolate_keys: whether only requests with the same key share cached prefixes. drain_seconds: how
-    long open responses may continue after the signal to end.
+    origins: web pages with scripts that may read responses, as `https://example.org`; `*` stands for all. Scripts of
+    this machine's pages always may. tool_parser, reasoning_parser: formats of replies by name; None for those that the
+    template shows. sinks: what takes the records of all requests. limits: those of connections. page: whether `/` is a
+    page to chat with the model. isolate_keys: whether only requests with the same key share cached prefixes.
+    drain_seconds: how long open responses may continue after the signal to end.
     """
 
     llm: LLM

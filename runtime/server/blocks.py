@@ -14,7 +14,8 @@ from qcompile.runtime.turn import Turn
 
 @dataclass
 class ReplyBlock:
-    """A part of a reply. name, call_id: of a call, whose text is its arguments, as JSON if the model wrote that."""
+    """A part of a reply. name, call_id: those of a call. The text of a call is its arguments, as JSON if the model
+    wrote JSON."""
 
     kind: Literal["text", "reasoning", "call"]
     text: str = ""

@@ -249,7 +249,8 @@ class Service:
 
 @dataclass(eq=False)
 class _EngineCall:
-    """Work for the engine's thread. `future` has its result or error; a call whose waiter has gone is not run."""
+    """Work for the engine's thread. `future` has its result or error. A call that nobody waits for any more is not
+    run."""
 
     work: Callable[[], Any]
     loop: asyncio.AbstractEventLoop

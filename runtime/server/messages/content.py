@@ -1,4 +1,4 @@
-"""The messages of a request, whose contents are blocks, and the messages that they are for chat templates."""
+"""Messages with blocks as contents, as a request has them, and their translation to messages for chat templates."""
 
 from __future__ import annotations
 

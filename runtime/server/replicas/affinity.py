@@ -61,7 +61,8 @@ class Affinity:
 def blocks_of(asked: Mapping[str, Any], owner: str = "") -> list[int]:
     """A number for each whole block of a request's prompt, which depends on all blocks before it.
 
-    asked: the body of a request to any of the endpoints. owner: whose cached pages the request may reuse.
+    asked: the body of a request to any of the endpoints. owner: the owner of the cached pages that the request may
+    reuse.
     """
     text = prompt_text(asked)
     numbers, before = [], hash(owner)

@@ -30,16 +30,16 @@ _POLL_SECONDS = 5.0
 _PARSED_AT_ONCE = 32 << 10
 """Bytes of a body that are parsed at once; larger ones are parsed in a thread, so that other responses continue."""
 _UNREAD_SECONDS = 1.0
-"""A replica that ends so soon after it was sent a request is taken to have ended before it read the request: one is
-killed before the router knows, and its socket still queues requests."""
+"""A replica that ends within this time after it was sent a request counts as ended before it read the request: when a
+replica is killed, its socket queues requests until the router knows."""
 _MOST_IDS = 1 << 14
-"""Responses whose replica is remembered."""
+"""Most responses of which the router remembers the replica."""
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What the router needs to know of a server. name: the model's. keys: one of which clients must send, if any.
+    """What the router needs to know of a server. name: the model's. keys: if any, clients must send one of them.
 
     isolate_keys: whether requests of different keys share no cached prefixes, and so need not go to the same replica.
     """

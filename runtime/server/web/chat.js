@@ -192,7 +192,7 @@ class Chat {
     this.answer(turn);
   }
 
-  /** Take the conversation back to before a turn, whose text may then be changed. */
+  /** Take the conversation back to before a turn, so that the user can change the turn's text. */
   edit(turn) {
     if (this.running) return;
     for (const { user, view } of this.turns.splice(this.turns.indexOf(turn))) {
