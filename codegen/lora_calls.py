@@ -48,7 +48,7 @@ class LoraExpand(Call):
 
 @dataclass(frozen=True)
 class GateRows(Call):
-    """out = kind(gate) * up, of x whose 16-column blocks alternate gate and up.
+    """out = kind(gate) * up, where gate and up are alternate 16-column blocks of x.
 
     x comes from a gemm and the LoraExpand of `site`. Where no row has an adapter, the gemm may write `out` itself.
     """

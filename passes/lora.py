@@ -24,11 +24,12 @@ MOST_RANK = 512
 
 @dataclass(frozen=True)
 class Lora(Pass):
-    """Puts lora_shrink and lora_expand around each gemm whose weight comes from known weights of the checkpoint.
+    """Puts lora_shrink and lora_expand around each gemm with a weight made of known weights of the checkpoint.
 
     `rank` is the largest rank of an adapter; 0 leaves the graph as it is. A gemm that ends in a gate stores gate and up
-    first, and gate_rows joins them (on a CPU, only where a row has an adapter). The output head, experts, and linears
-    of output rows alone have no place for adapters; the notes name their weights, and those that something else reads.
+    first, and gate_rows joins them (on a CPU, only where a row has an adapter). Adapters cannot change the output head,
+    experts, and linears that compute only the rows with requested logits. Nor can they change a weight that another
+    operator reads. The notes name all these weights.
     """
 
     name: ClassVar[str] = "lora"
@@ -68,7 +69,7 @@ def _known_terms(gemm: fx.Node) -> list[WeightTerm] | PassError:
 
 
 def _insert(graph: Graph, node: fx.Node, number: int, ranks: int) -> None:
-    """Let rows' adapters change the gemm `node`, whose terms have `ranks` ranks together."""
+    """Let rows' adapters change the gemm `node`; the ranks of its terms add up to `ranks`."""
     given = ops.named(node)
     users, kind = list(node.users), ops.GATED.get(given["epilogue"])
     gemm = node
@@ -130,7 +131,7 @@ def refusals(graph: Graph) -> dict[str, str]:
 def _why_not(node: fx.Node, terms: list[WeightTerm] | PassError | None) -> str:
     if terms is None:
         return "it belongs to experts"
-    return terms.reason if isinstance(terms, PassError) else "only rows whose logits are wanted compute it"
+    return terms.reason if isinstance(terms, PassError) else "only rows with requested logits compute it"
 
 
 def _other_readers(graph: Graph, known: dict[fx.Node, list[WeightTerm]]) -> Iterator[tuple[str, fx.Node]]:

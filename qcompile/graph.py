@@ -1,6 +1,6 @@
 """A model as a graph of `qcompile::` operators over weights that stay on disk.
 
-`Graph` wraps a torch.fx graph whose `get_attr` nodes name entries of a `WeightStore`. Before the `cache` stage its
+`Graph` wraps a torch.fx graph with `get_attr` nodes that name entries of a `WeightStore`. Before the `cache` stage its
 inputs are (token_ids [B, T], positions [B, T]) and its output is logits [B, T, V]; from then on it is a step, as
 described in passes/cache.py.
 """
@@ -229,7 +229,7 @@ class Graph:
         return node
 
     def create(self, name: str, *args: Any, **operands: Any) -> fx.Node:
-        """As `call`, for a node whose shape is inferred later, when its inputs have theirs."""
+        """As `call`, but the caller infers the node's shape later, when the shapes of its inputs are known."""
         given = ops.arguments(name, args, operands)
         return self.fx.create_node("call_function", ops.op(name), given, name=name)
 

@@ -32,7 +32,7 @@ class FactorChange:
     vector: str | None = None
 
     def apply(self, w: Tensor, vectors: Mapping[str, Tensor]) -> Tensor:
-        """`w` after the change; a float64 matrix whose changed axis has the weight's size."""
+        """`w` after the change. `w` is a float64 matrix; the axis that changes has the weight's size."""
         numbers: Any = self.numbers
         if self.op == "place":
             placed = w.new_zeros(numbers["total"], w.shape[1])

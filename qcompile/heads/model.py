@@ -118,7 +118,7 @@ def _angles(shape: HeadShape, positions: int, like: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    """`x` [batch, heads, positions, head_dim], whose two halves are rotated by `angles`."""
+    """`x` [batch, heads, positions, head_dim], with its two halves rotated by `angles`."""
     first, second = x.chunk(2, -1)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

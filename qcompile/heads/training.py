@@ -259,8 +259,11 @@ def check_output(output: Path) -> None:
 
 
 def _new_head(shape: HeadShape, output_rows: Tensor, seed: int) -> DraftHead:
-    """A head with random weights, but for its output, which begins as the target's, in whose basis its residual stream
-    is: the last of the hidden states passes the fusion."""
+    """A head with random weights, except for its output and its fusion.
+
+    The output begins as the target's. The fusion passes on the last of the hidden states, so that the head's residual
+    stream has the basis that the target's output expects.
+    """
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         head = DraftHead(shape)

@@ -105,7 +105,7 @@ def test_the_graph_computes_the_same(model: Any, tiny_checkpoint: Path) -> None:
 
 def test_what_has_no_place(tiny_checkpoint: Path) -> None:
     graph = passed(tiny_checkpoint, "f32")
-    assert refusals(graph) == {"lm_head.weight": "only rows whose logits are wanted compute it"}
+    assert refusals(graph) == {"lm_head.weight": "only rows with requested logits compute it"}
     assert not passed(tiny_checkpoint, "f32", lora__rank=0).calls("lora_expand")
 
 

@@ -180,7 +180,7 @@ def test_what_is_refused(odd: Path, artifact: Path, llm: LLM, tmp_path: Path) ->
                 {"r": 7},
                 "rank 7, the artifact takes 6 at most; build it with --set lora.rank=7",
             ),
-            (pair("lm_head", 257, 72), {}, f"lm_head.weight: only rows whose logits are wanted compute it; {merge}"),
+            (pair("lm_head", 257, 72), {}, f"lm_head.weight: only rows with requested logits compute it; {merge}"),
             (pair("model.layers.7.mlp.up_proj", 104, 72), {}, f"no linear of the model reads it by this name; {merge}"),
             (pair(module, 72, 64), {}, r"as \[72, 64\], and the model has \[72, 72\]"),
             (pair(module, 72, 72) | {"model.norm.weight": made(72)}, {}, f"norm.weight, which is no product .*{merge}"),

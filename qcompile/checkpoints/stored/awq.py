@@ -66,7 +66,7 @@ def _find_awq(checkpoint: StoredCheckpoint, size: int, symmetric: bool) -> None:
 
 
 def _from_symmetric(name: str, group: int, words: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
-    """As `from_awq`, of the weights NAME, whose zero points are all in the middle; UsageError if they are not."""
+    """As `from_awq`, for the weights `name` with all zero points in the middle; UsageError if one is elsewhere."""
     if bool((stored := unpack(zeros, AWQ_SHIFTS, 1)).ne(MIDDLE).any()):
         raise UsageError(
             f"tensor {name}.qzeros holds zero points {int(stored.min())} to {int(stored.max())}, and zero_point is "

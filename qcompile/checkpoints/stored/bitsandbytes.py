@@ -4,7 +4,7 @@
   weight in order of rows; bytes may be stored as another type (`bnb_4bit_quant_storage`). NAME.weight.quant_map f32
   [16] has the values of codes. Each `blocksize` elements have a largest value, NAME.weight.absmax f32; blocks may span
   rows. NAME.weight.quant_state.bitsandbytes__nf4 (or __fp4) is JSON in bytes: the shape, the block size, and so on.
-- With double quantization, NAME.weight.absmax are codes of a byte, whose values are those of
+- With double quantization, NAME.weight.absmax are codes of a byte. The value of a code is its entry of
   NAME.weight.nested_quant_map f32 [256] times NAME.weight.nested_absmax f32, one for each `nested_blocksize` codes,
   plus `nested_offset`.
 - 8 bits (LLM.int8()): NAME.weight int8 [outputs, inputs] and NAME.SCB f32 [outputs], the value of code 127.

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are stored in few bits, read as the numbers that the codes represent.
+"""Checkpoints with weights that are stored in few bits, read as the numbers that the codes represent.
 
 Some models are published only in such a form. A weight and its scales become one float32 tensor of the weight's name,
 and later stages see only that tensor. A recipe may then quantize it again. The recipe `mxfp4` restores exactly the

@@ -116,13 +116,13 @@ def require(checkpoint: StoredCheckpoint, name: str, shape: Sequence[int], dtype
 
 
 def forget(checkpoint: StoredCheckpoint, endings: tuple[str, ...]) -> None:
-    """Hide the tensors whose names end with one of `endings`, which are no part of a weight."""
+    """Hide the tensors with names that end with one of `endings`: they are no part of a weight."""
     for name in [name for name in checkpoint if name.endswith(endings)]:
         del checkpoint.entries[name]
 
 
 def require_none_left(checkpoint: StoredCheckpoint, endings: tuple[str, ...]) -> None:
-    """Raise UsageError if a tensor is left whose name ends with one of `endings`: it would be ignored."""
+    """Raise UsageError if a tensor with a name that ends with one of `endings` is left: it would be ignored."""
     for name in checkpoint:
         if name.endswith(endings):
             raise UsageError(f"tensor {name} belongs to no weight that is stored in few bits")
@@ -139,9 +139,10 @@ def words_of(checkpoint: StoredCheckpoint, name: str) -> tuple[int, int]:
 def e2m1_shape(
     checkpoint: StoredCheckpoint, name: str, packed: str, group: int, scales: torch.dtype
 ) -> tuple[int, int]:
-    """The outputs and inputs of the weight `name`, whose codes are tensor `packed`, two a byte.
+    """The outputs and inputs of the weight `name`; the tensor `packed` has its codes, two a byte.
 
-    Raises UsageError unless it and NAME_scale, of type `scales` for each `group` inputs, are right.
+    Raises UsageError unless `packed` is a uint8 matrix, and NAME_scale has the type `scales` and an entry for each
+    output and `group` inputs.
     """
     entry = checkpoint.entries[packed]
     if entry.dtype != torch.uint8 or len(entry.shape) != 2 or 0 in entry.shape:
