@@ -54,7 +54,7 @@ _PARTS: Mapping[str, str] = {
     ".lora_magnitude_vector.weight": "magnitude",
     ".lora_B.bias": "bias",
 }
-"""Endings of the names of tensors, and what they are of the module whose path stands before them."""
+"""Endings of the names of tensors, and what the tensor is. Before the ending stands the path of its module."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _by_pattern(path: Path, config: dict[str, Any], key: str, patterns: str, mod
 
 
 def _scale(path: Path, config: dict[str, Any], module: str, rank: int) -> float:
-    """The factor of B A in `module`, whose A has `rank` rows."""
+    """The factor of B A in `module`; `rank` is the number of rows of A."""
     stated = _by_pattern(path, config, "r", "rank_pattern", module)
     if stated != rank:
         raise UsageError(f"{path}: {module} has rank {rank}, and {CONFIG} says {stated}")

@@ -32,7 +32,7 @@ MOST_LETTERS = 100
 """Most letters of the name of a type, or of an architecture."""
 _WEIGHT_TYPE = re.compile(r"(torch\.)?(auto|half|float|double|bfloat16|float(8\w*|16|32|64))")
 UNSTATED_LENGTH = 2048
-"""Context of a model whose configuration states none: its positions do not come from a table of limited length."""
+"""Context of a model if its configuration states none. Such a model has no table of positions, and so no limit."""
 
 
 def read_config(directory: Path, allow_remote: bool = False) -> Any:

@@ -54,7 +54,7 @@ class _Known:
 
 
 class _Experts:
-    """What a loop over experts goes through: `each` in turn."""
+    """What a loop over experts iterates over: the items of `each`."""
 
     def __init__(self, each: Iterator[Tensor]) -> None:
         self._each = each
@@ -278,7 +278,7 @@ class ExpertLoops(TorchFunctionMode):
         """Each pair's values times its expert's weights."""
         rows, known = self._of(x), self._of(weight)
         if rows is None or known is None or (rows.kind, known.kind) != ("rows", "weight") or x.dim() != 2:
-            raise UnsupportedError(f"a loop over experts multiplies by {name} what are no rows and weights")
+            raise UnsupportedError(f"a loop over experts multiplies by {name} something else than rows and weights")
         by_rows = known.transposed != (name == "linear")  # weight [N, K]
         y = torch.bmm(weight, x[:, :, None])[:, :, 0] if by_rows else torch.bmm(x[:, None], weight)[:, 0]
         return self._note(y, "rows", rows.choice)
@@ -287,7 +287,7 @@ class ExpertLoops(TorchFunctionMode):
         """The results of all pairs added to their tokens; later uses of `target` read the sum."""
         known, values = self._of(token), self._of(rows)
         if known is None or values is None or (known.kind, values.kind) != ("token", "rows") or rows.dim() != 2:
-            raise UnsupportedError("a loop over experts adds up what are no rows of its tokens")
+            raise UnsupportedError("a loop over experts adds up something else than rows of its tokens")
         if self._loop is not None:
             self._loop.add(target, rows)
             if self._loop.asked:
@@ -307,7 +307,7 @@ class ExpertLoops(TorchFunctionMode):
         if name == "dim" or func in _FACTS:
             return func(*args, **kwargs)
         if any(of.kind != "rows" for of in known) or not (name in ROWWISE or views or last):
-            raise UnsupportedError(f"a loop over experts uses {name}, of which is not known that it treats rows alike")
+            raise UnsupportedError(f"a loop over experts uses {name}, which is not known to compute rows one by one")
         result = func(*args, **kwargs)
         same = self._same_rows(name, args, result) if isinstance(result, Tensor) else None
         for one in result if isinstance(result, list | tuple) else [result]:

@@ -30,10 +30,11 @@ _TRANSPOSES = {"t": _ATTRIBUTES.T.__get__, "mT": _ATTRIBUTES.mT.__get__}
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor in a body: of `kind` "own", result `item` of the step `number` of the same token, or "before", of the
+    """A reference to a tensor in a body.
 
-    token before it; or of kind "outside", the tensor with the id `number`, which the loop has not made. In a recorder,
-    `kind` is the number of the iteration.
+    `kind` "own": result `item` of the step `number` of the same token. "before": the same of the token before.
+    "outside": the tensor with the id `number`, which was made outside the loop. In a recorder, `kind` is the number of
+    the iteration in place of "own" and "before".
     """
 
     kind: Any
@@ -45,7 +46,7 @@ class Ref:
 class Step:
     """A call of `func` in a body, with Refs in place of tensors.
 
-    `token` is the dimension of an outside tensor, the only argument, of which the call takes the part of the token.
+    With `token`, the call takes the token's part of an outside tensor, its only argument, along the dimension `token`.
     `shapes` are those of its results.
     """
 
@@ -86,9 +87,12 @@ class Recorder:
     _writes: list[dict[int, tuple[Ref, int]]] = field(default_factory=list)
 
     def begin(self, iteration: int) -> None:
-        """The loop begins its iteration number `iteration`, which it may have begun for another of its iterators."""
+        """The loop begins its iteration number `iteration`.
+
+        A loop over several iterators (zip) calls this for each of them in every iteration.
+        """
         if iteration < len(self.steps) - 1:
-            raise refused("goes on with an iterator over tokens that it did not go on with before")
+            raise refused("takes the next token of an iterator that it did not use for the tokens before")
         if iteration == len(self.steps) - 1:
             return
         self.steps.append([])
@@ -99,7 +103,7 @@ class Recorder:
         return isinstance(item, Tensor) and id(item) in self._refs
 
     def in_order(self, parts: Any) -> Ref | None:
-        """The result of each token of which `parts` are those of all iterations in order; None if they are not."""
+        """The result of one token, if `parts` are this result of all iterations in order; else None."""
         refs = [self._refs[id(part)][1] if self.made(part) else None for part in parts]
         if any(ref is None for ref in refs) or [ref.kind for ref in refs if ref] != list(range(len(self.steps))):
             return None
@@ -235,10 +239,10 @@ def _is_place(item: Any) -> bool:
 
 @dataclass(frozen=True)
 class Body:
-    """What a loop does for one token: steps whose Refs have the kinds "own", "before" and "outside".
+    """What a loop does for one token: its steps, with Refs of the kinds "own", "before" and "outside".
 
-    `carried` are the results that a token leaves to the next; before the first token they are 0. `block` is the number
-    of tokens of a block of a loop over blocks, whose body is recorded for blocks of one token.
+    `carried` are the results that a token leaves to the next; before the first token they are 0. For a loop over
+    blocks, `block` is the number of tokens of a block; its body is recorded for blocks of one token.
     """
 
     steps: tuple[Step, ...]
@@ -304,7 +308,7 @@ def _relative(step: Step, iteration: int) -> Step:
 
 
 def _compare(first: Step, later: Step, carried: dict[Ref, Any], zeros: Container[int]) -> None:
-    """Require that the step of the first token is that of later tokens, with zeros for what they carry."""
+    """Require that the step of the first token is that of later tokens, with zeros in place of carried results."""
     ones, _ = tree_flatten((first.args, dict(first.kwargs)))
     others, _ = tree_flatten((later.args, dict(later.kwargs)))
     if first.name != later.name or len(ones) != len(others):

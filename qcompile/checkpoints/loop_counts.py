@@ -1,10 +1,11 @@
-"""Python state that a loop over tokens changes from token to token, by which it may treat later ones differently.
+"""Finds Python state, such as a counter, that a loop over tokens changes: by it, code may treat later tokens otherwise.
 
-A loop runs for a few tokens while it is recorded, and Python decides unseen what it does for each. But code that finds
-all that it can read as it was one token earlier does what it did then. So all that the code of a loop can read is
-compared between two tokens: the variables of the functions that run it, what they hold, what the functions that they
-call are given, and the global variables of their files. Tensors may differ, as the recorder sees what is done with
-them, and so may the length of a list to which the loop only appends.
+A loop runs for a few tokens while it is recorded. The recorder does not see on what decisions of Python code (`if`)
+depend. But if all that the code can read is as it was one token earlier, it decides as it did then. So all that the
+code of a loop can read is compared between two tokens: the variables of the functions that run the loop, the objects
+that these variables hold, the arguments of the functions that are called, and the global variables of their files.
+Tensors may differ, because the recorder sees what is done with them. The length of a list may differ if the loop only
+appends to the list.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from qcompile.checkpoints.loop_numbers import BlockSize, Unknown, refused
 from qcompile.checkpoints.readable import Length, readable
 
 CALLS, FIRST, SECOND = 1, 2, 3
-"""The iterations at whose beginning calls are watched, and state is noted, and compared."""
+"""Numbers of iterations: at the beginning of the first, calls begin to be watched; at that of the second, state is
+noted; at that of the third, it is compared."""
 _OWN, _TORCH = (str(Path(file).parent) for file in (__file__, torch.__file__))
 _FOREIGN = {"torch", "sympy", "mpmath", "numpy"}
 """Packages that the functions of torch consist of."""
@@ -39,7 +41,10 @@ Held = weakref.ref["TokenIterator"]
 
 
 class TokenIterator:
-    """What a loop over tokens goes through: the values of `steps`. `stepping` gets the iterator that is asked last."""
+    """The iterator of a loop over tokens, with the values of `steps`.
+
+    `stepping` is a list that holds the iterator which was asked last for a value.
+    """
 
     def __init__(self, steps: Iterator[Any], stepping: list[Held]) -> None:
         self._steps, self._stepping = steps, stepping
@@ -56,7 +61,7 @@ _OPAQUE = (Unknown, BlockSize, TokenIterator, logging.Logger)
 
 
 class Counts:
-    """Refuses what a loop counts. `outside` is the frame within which all code of the model runs."""
+    """Refuses loops that count their tokens. `outside` is the frame within which all code of the model runs."""
 
     def __init__(self, outside: FrameType | None) -> None:
         self._outside = outside
@@ -66,7 +71,7 @@ class Counts:
         self._watches = False
 
     def look(self, iteration: int, iterators: Sequence[Held]) -> None:
-        """Raise LoopError if the loop counts its tokens; it begins `iteration`, and has `iterators` at once."""
+        """Raise LoopError if the loop counts its tokens. Called when it begins `iteration`; it combines `iterators`."""
         self.close()
         if iteration == CALLS:
             self._watch()
@@ -96,7 +101,7 @@ class Counts:
     # ---- what the code can read ----------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Note what functions are given that the loop calls, and their files' global variables."""
+        """Note the arguments of functions that the loop calls, and the global variables of their files."""
 
         def note(frame: FrameType, event: str, _: Any) -> None:
             if event == "call" and not _is_foreign(frame):
@@ -108,7 +113,7 @@ class Counts:
         sys.setprofile(note)
 
     def _frames(self) -> Frames:
-        """The frames whose code runs in the loop: its own, and that of who goes through it if it is a generator's."""
+        """The frames with code that runs in the loop: its own, and if that is a generator's, those that use it."""
         frames: Frames = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._outside:
@@ -148,15 +153,15 @@ class Counts:
         raise refused(f"keeps its results in {path}, where other code may count them: append them to a local list")
 
     def _require_tokens(self, frame: FrameType, iterators: Sequence[Held]) -> None:
-        """Raise LoopError if the loop goes through something else than tokens at the same time."""
+        """Raise LoopError if the loop also iterates over something else than tokens, or not over all tokens."""
         loops = loop_syntax.running(frame)
         if loops and all(loop_syntax.goes_through(loop.iter) == len(iterators) for loop in loops):
             return
         for holder in gc.get_referrers(*(held() for held in iterators)):
             if type(holder) is tuple and not all(isinstance(one, (TokenIterator, enumerate)) for one in holder):
-                raise refused("goes through tokens and something else together, which may end first")
+                raise refused("iterates over tokens together with something else, which may end first")
             if type(holder).__module__ == "itertools":
-                raise refused(f"goes through tokens by {type(holder).__name__}, which may end before the last")
+                raise refused(f"iterates over tokens by {type(holder).__name__}, which may end before the last")
 
 
 def _is_foreign(frame: FrameType) -> bool:

@@ -1,9 +1,9 @@
 """Tensors of one token in a loop over tokens, as sums of products that are linear in a state.
 
-A `Form` names the axes of a tensor's dimensions. Each of its terms is a number times factors, which are tensors that do
-not depend on the state, and at most one state; axes that only a term has are summed over. Two axes with the same number
-are the same index, so the form of `(state * key).sum(1)` says which axis of the state is contracted with which of the
-key, however the code wrote it.
+A `Form` gives each dimension of a tensor an axis, which is the number of an index, as a letter is in einsum. Each of
+its terms is a number times factors: tensors that do not depend on the state, and at most one state. A term is summed
+over the axes that are not dimensions of the form. So the form of `(state * key).sum(1)` says which axis of the state is
+contracted with which axis of the key, in whatever way the code computes it.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Forms:
         shape = self.shape(ref)
         by_sequence = bool(shape) and repr(shape[0]) == repr(self.body.batch)
         if state and not by_sequence:
-            raise refused("has a state whose first dimension is not that of the sequences")
+            raise refused("has a state without the sequences as its first dimension")
         axes = (*([BATCH] if by_sequence else []), *(self.axis(size) for size in shape[by_sequence:]))
         return Form(axes, (Term(1.0, (Factor(ref, axes, state),)),))
 
@@ -175,7 +175,7 @@ class Forms:
         left, right = ((None,) * (rank - len(form.dims)) + form.dims for form in (one, other))
         names = {b: a for a, b in zip(left, right, strict=True) if a is not None and b is not None}
         if any(self.sizes.get(a) != self.sizes.get(b) or (a == BATCH) != (b == BATCH) for b, a in names.items()):
-            raise refused("multiplies or adds tensors whose dimensions do not match")
+            raise refused("multiplies or adds tensors with dimensions that do not match")
         other = Form(
             tuple(names.get(d, d) if d is not None else None for d in right),
             tuple(t.renamed(names) for t in other.terms),
@@ -373,5 +373,5 @@ OF_FACTORS = {
     *("permute", "transpose", "swapaxes", "unsqueeze", "squeeze", "__getitem__", "view", "reshape", "expand"),
     *("matmul", "__matmul__", "bmm", "einsum", "t", "mT", "unflatten", "flatten"),
 }
-"""Functions that keep a product of factors one, where no state is involved, and nothing is summed over; others make a
-new factor."""
+"""Functions of tensors without a state that keep a product a product of the same factors. The results of all other
+functions become new factors."""

@@ -1,7 +1,8 @@
-"""Loops over tokens as recurrences: what one token computes, matched to qcompile's linear recurrence, for all tokens.
+"""Writes a loop over tokens, given as the body for one token, with operators that compute all tokens at once.
 
-What does not depend on a state is computed for all tokens at once, with tokens as further sequences: the body computes
-each sequence by itself. A state must be a linear recurrence, by its form (loop_forms.py).
+What does not depend on a state is computed for all tokens at once, as if each token were a sequence of its own. This is
+right because the body computes each sequence by itself. A state must be a linear recurrence, by its form
+(loop_forms.py); it becomes qcompile's operator `linear_recurrence`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Recurrence:
         """The result `ref` [B, ...] of all tokens [B, T, ...]."""
         value = self.value(ref)
         if repr(self.forms.shape(ref)[:1]) != repr((self.forms.body.batch,)):
-            raise refused("has a result whose first dimension is not that of the sequences")
+            raise refused("has a result without the sequences as its first dimension")
         return value.reshape(self.body.batch, self.body.tokens, *value.shape[1:])
 
     # ---- values of all tokens ------------------------------------------------------------------
@@ -90,7 +91,7 @@ class Recurrence:
         source, dim = self.body.outside[step.args[0].number], step.token
         assert dim is not None
         if repr(source.shape[1 if dim == 0 else 0]) != repr(self.body.batch):
-            raise refused("takes parts of a tensor whose first dimension is not that of the sequences")
+            raise refused("takes parts of a tensor without the sequences as its first dimension")
         moved = _moved(source, dim, 1)
         parts = self._flat(moved, moved.shape[2:])
         if len(step.shapes[0]) < source.dim():
@@ -145,7 +146,11 @@ class Recurrence:
         return _placed(made, (BATCH, *axes), form.dims)
 
     def _read_by_blocks(self, ref: Ref) -> Tensor:
-        """The result of each block: what is read from the state before the block, and more that the proof covers."""
+        """The result of each block, in a loop over blocks.
+
+        Only what is read from the state before the block is matched. The proof covers what tokens of a block read of
+        each other.
+        """
         try:
             form = self.forms.read(ref)
         except NotLinear as error:
@@ -264,7 +269,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _placed(value: Tensor, axes: Sequence[int | None], dims: Sequence[int | None]) -> Tensor:
-    """`value`, whose dimensions are `axes`, with the dimensions `dims`, of size 1 where it lacks one."""
+    """`value`, with a dimension for each of `axes`, brought to the dimensions `dims`; new ones have size 1."""
     for place in reversed(range(len(axes))):
         if axes[place] is None:
             value = value.squeeze(place)

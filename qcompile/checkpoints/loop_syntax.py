@@ -1,4 +1,4 @@
-"""What the source of a loop says: which one a frame runs, what it goes through, and how it uses a list."""
+"""What the source of a loop says: which loop a frame runs, what it iterates over, and how it uses a list."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def merge(graph: Graph, lora: Sequence[Addend]) -> Graph:
     """`graph`, at stage `import` or `raise`, with the weights of its model after the adapters are merged.
 
     Sums are computed in float64, in the order of `lora`, when a weight is loaded. Raises UsageError or UnsupportedError
-    naming an adapter and a module whose weight cannot be changed.
+    if the weight of a module cannot be changed; the error names the adapter and the module.
     """
     if not lora:
         return graph

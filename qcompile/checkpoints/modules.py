@@ -19,7 +19,7 @@ from qcompile.errors import UnsupportedError, UsageError
 
 
 class _Looped(state.Watched):
-    """A module whose loops over tokens are written as recurrences."""
+    """A module that is traced with its loops over tokens written as recurrences."""
 
     def run(self, *inputs: Tensor) -> Any:
         with TokenLoops(inputs[0]):

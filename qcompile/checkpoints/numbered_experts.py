@@ -73,7 +73,7 @@ class NumberedLoop:
         self._start = self._at = _Step()
         self._steps = [self._start]
         self._sums: Sums = []
-        self._held: list[Any] = []  # operands, whose identities would otherwise be given to others
+        self._held: list[Any] = []  # operands: as long as they live, no other object gets their id
 
     def numbers(self) -> Iterator[int]:
         """The numbers for which the loop has to run."""

@@ -119,7 +119,7 @@ def _inline_call(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> 
 
 
 def weights_read(program: ExportedProgram, wrapper: str = WRAPPER) -> set[str]:
-    """Names of the parameters and buffers whose values or shapes the program uses, without the prefix `wrapper`."""
+    """Names, without the prefix `wrapper`, of the parameters and buffers that the program uses: values or shapes."""
     nodes = {node.name: node for node in program.graph.nodes}
     read = (spec for spec in program.graph_signature.input_specs if nodes[spec.arg.name].users)
     return {str(spec.target).removeprefix(wrapper) for spec in read if spec.target is not None}

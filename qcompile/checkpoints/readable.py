@@ -68,7 +68,10 @@ def _parts(value: Any) -> list[Part]:
 
 
 def _container(value: Any) -> Any:
-    """The type of container that `value` is, whose own methods do not run code of a subclass, which may do anything."""
+    """The built-in container type of `value`; None for other values.
+
+    Its methods, called as functions of the type, do not run code of a subclass, which may do anything.
+    """
     return next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
 
 

@@ -38,7 +38,7 @@ EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
 DIVISOR = re.compile(
     r"\w*rope_theta|rotary_emb_base|factor|beta_fast|beta_slow|original_max_position_embeddings|query_pre_attn_scalar"
 )
-"""Names of numbers whose logarithm, root or inverse is taken."""
+"""Names of numbers that are inverted, or of which a logarithm or a root is taken."""
 
 
 def check_sizes(path: Path, raw: Mapping[str, Any], classes: Mapping[str, Any]) -> None:

@@ -31,8 +31,8 @@ from qcompile.checkpoints.tensor_memory import Zeros, memory
 from qcompile.errors import UnsupportedError
 
 ITERATIONS = 6
-"""The first token, whose state is the initial one, two after which all is found that the code reads, two between which
-it is compared (loop_counts.py), and one more, which must be treated alike."""
+"""Tokens for which a loop runs: the first, with the initial state; two to find all that the code reads; two to compare
+it (loop_counts.py); and one more, which must be treated as those before."""
 
 _KEEPS_ZEROS = {"to", "type", "float", "expand", "expand_as", "view", "reshape", "unsqueeze", "clone", "contiguous"}
 _EARLY = "may end before the last token"
@@ -45,12 +45,12 @@ class TokenLoops(TorchFunctionMode):
     def __init__(self, inputs: Tensor) -> None:
         super().__init__()
         self.batch, self.tokens = inputs.shape
-        self._outside: FrameType | None = None  # that enters the mode
+        self._outside: FrameType | None = None  # the frame that enters the mode
         self._recorder: Recorder | None = None
-        self._iterators: list[Held] = []  # that the loop goes through together
-        self.stepping: list[Held] = []  # the iterator that is asked for its next value
+        self._iterators: list[Held] = []  # those that the loop combines, as zip does
+        self.stepping: list[Held] = []  # the iterator that was asked last for a value
         self._name = ""
-        self._ended = False  # a loop, before its last token
+        self._ended = False  # whether a loop has ended before its last token
         self._zeros = Zeros()
         self._finished: list[tuple[Recorder, Recurrence]] = []
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
@@ -86,7 +86,7 @@ class TokenLoops(TorchFunctionMode):
             yield recorder.part(source, dim, TokenNumber(recorder))
 
     def _iterations(self, name: str, block: int | None) -> Iterator[Recorder]:
-        """The recorder in each iteration of a loop, which several iterators may go through together."""
+        """The recorder in each iteration of a loop; several iterators of the loop share it."""
         self._name = name
         counts = None if self._recorder else Counts(self._outside)
         recorder = self._recorder or Recorder(self.batch, self.tokens, self._zeros, block)

@@ -107,7 +107,7 @@ def _sentence(text: str | None) -> str:
 
 
 def _bash(nodes: Sequence[_Node]) -> str:
-    """For bash: the words of the command line lead to a command, whose words are offered."""
+    """For bash: a function that finds the command that the command line names, and offers the words of this command."""
     paths = " | ".join(f'"{" ".join(node.path)}"' for node in nodes if node.path)
     return f"""# bash completion of qcompile; made by `qcompile completion bash`
 _qcompile() {{
@@ -156,7 +156,7 @@ if [[ "$funcstack[1]" == _qcompile ]]; then _qcompile "$@"; else compdef _qcompi
 
 
 def _fish(nodes: Sequence[_Node]) -> str:
-    """For fish: a line for each command and option, with the command in whose place it is offered."""
+    """For fish: a line for each command and option, with the command after which fish offers it."""
     lines = ["# fish completion of qcompile; made by `qcompile completion fish`"]
     for node in nodes:
         inner = " ".join(node.commands)

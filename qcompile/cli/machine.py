@@ -25,7 +25,7 @@ _KEEPING = {"mxfp4": "mxfp4", "nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quant
 """The recipe that keeps the numbers of a checkpoint that is quantized already, by `quant_method`, or by the format of
 compressed-tensors."""
 _INTEGERS = ("awq", "gptq", "pack-quantized", "int-quantized")
-"""The same: those whose weights are integers."""
+"""Methods and formats of checkpoints with integers as weights; `_KEEPING_INTEGERS` has the recipes that keep them."""
 _KEEPING_INTEGERS = {4: "w4a8", 8: "w8a8"}
 """The recipe that keeps integers, by their bits: in groups of 128 inputs for 4 bits, per channel for 8."""
 _SMALL_GROUP, _GROUP = 32, 128

@@ -1,6 +1,6 @@
 """The options of the commands: each is declared once, here, with its help; commands that share options take a group.
 
-A group is a dataclass with one field per option. `command` turns a function whose parameters are groups into one that
+A group is a dataclass with one field per option. `command` turns a function with groups as parameters into one that
 typer understands, with one parameter per option.
 """
 
@@ -160,7 +160,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    """A parameter of a command, whose option has an environment variable, too."""
+    """A parameter of a command, for an option that also has an environment variable."""
     typed = environment.with_variable(annotation)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
 

@@ -121,7 +121,7 @@ def _checked(model: str, text: StudiedText, studied: Studied, result: MixedRecip
         rule_of("--layers", {"layers": studied.layers, "weight": "f32"})
     if (result.write_recipe is None) != (result.bits is None):
         missing, given = ("--bits", "--write-recipe") if result.bits is None else ("--write-recipe", "--bits")
-        raise UsageError(f"{given} needs {missing}: the recipe has the best mix of at most so many bits per weight")
+        raise UsageError(f"{given} needs {missing}: --bits limits the bits per weight of the written recipe")
     if result.write_recipe is not None and not result.write_recipe.absolute().parent.is_dir():
         raise UsageError(f"--write-recipe {result.write_recipe}: there is no folder {result.write_recipe.parent}")
     if result.write_recipe is not None and result.write_recipe.suffix != ".toml":

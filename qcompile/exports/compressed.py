@@ -23,7 +23,7 @@ METHOD = "compressed-tensors"
 
 
 def _config(format: str, weights: dict[str, Any], activations: dict[str, Any] | None, floats: Sequence[str]) -> Any:
-    """The quantization_config of a checkpoint whose linears, but for `floats`, are stored one way."""
+    """The quantization_config of a checkpoint that stores all linears except `floats` in one format."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
         "quant_method": METHOD,

@@ -25,7 +25,8 @@ from qcompile.exports.tensors import Tensors
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """llama.cpp's names of the model types of transformers that are written."""
 TURNED = {"llama"}
-"""Architectures whose rotary embedding rotates neighbouring features in llama.cpp: rows of heads have another order."""
+"""Architectures for which llama.cpp rotates neighbouring features in the rotary embedding: rows of heads have another
+order."""
 
 
 def write(source: ArtifactSource, out: Path) -> Exported:

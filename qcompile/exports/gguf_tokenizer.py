@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint as GGUF describes it: byte-level BPE whose splitting of texts llama.cpp has by name."""
+"""The tokenizer of a checkpoint as GGUF describes it: byte-level BPE with a splitting of texts that llama.cpp names."""
 
 from __future__ import annotations
 

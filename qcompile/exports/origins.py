@@ -20,9 +20,9 @@ from qcompile.errors import UnsupportedError
 from qcompile.graph import Graph
 
 PLACING = ("concat_rows", "slice_rows", "interleave_rows", "zero_bias")
-"""Operators on weights whose results hold rows of their operands, or zeros."""
+"""Operators on weights with results that hold rows of their operands, or zeros."""
 CHANGING = {"scale_axis": "w", "rotate": "w", "center": "w", "take_axis": "w", "mul": "a"}
-"""Operators that change the values of a weight, which then stands where it stood, and their operand."""
+"""Operators that change the values of a weight and keep their places, and the operand that is the weight."""
 ROUNDING = {"quantize_weight": "w", "quantize_mixed": "w", "upper_nibble": "weight"}
 """Operators that round a weight, and the operand that they round."""
 

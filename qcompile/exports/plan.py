@@ -145,7 +145,7 @@ def _names(kinds: set[WeightFormat]) -> str:
 
 
 def tied_names(tensors: Tensors, parameters: Parameters) -> set[str]:
-    """Names of tensors with the same numbers as one that they are tied to, whose name comes first in the model."""
+    """Names of tied tensors with the same numbers as the first one, in the model's order, of those tied together."""
     tied: set[str] = set()
     for name in tensors.rows:
         first, *others = [other for other in parameters.alike(name) if other in tensors.rows]

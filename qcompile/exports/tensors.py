@@ -86,6 +86,6 @@ class Tensors:
 
 def format_of(node: fx.Node) -> WeightFormat | None:
     """The format of a packed weight; None for vectors and tables."""
-    if ops.name_of(node.target) == "quantize_mixed":  # whose packing is noted at what it rounds
+    if ops.name_of(node.target) == "quantize_mixed":  # the packing is noted at its operand
         node = ops.operand(node, "w")
     return STORED_FORMATS.get(node.meta["packed"]["kind"]) if "packed" in node.meta else None

@@ -17,7 +17,7 @@ from qcompile.errors import UnsupportedError
 BLOCK_ROWS = 32
 """Rows of a block of packed codes."""
 MIX_ROWS = 64
-"""Rows to whose multiple both the 8-bit and the 4-bit rows of a mix_4_8 weight are padded."""
+"""The 8-bit rows of a mix_4_8 weight, and its 4-bit rows, are padded to a multiple of this number."""
 _LARGE_N = 4096
 """Outputs from which a weight is padded to whole tiles of 128 rows."""
 RANGE_ROWS = 64

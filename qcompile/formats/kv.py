@@ -70,7 +70,7 @@ class KVFormat:
         return ((codes.float() - zero.float()) * scale).to(x.dtype)
 
     def round_trip_latent(self, x: Tensor) -> Tensor:
-        """As round_trip, for keys [..., D] whose features are also values: LATENT_GROUP features share a scale."""
+        """As round_trip, for keys [..., D] that are values too (latents): LATENT_GROUP features share a scale."""
         padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % LATENT_GROUP))
         return self.round_trip(padded.unflatten(-1, (-1, LATENT_GROUP))).flatten(-2)[..., : x.shape[-1]]
 

@@ -64,7 +64,7 @@ class Nvfp4(WeightFormat):
         return e2m1_round(w / step) * step
 
     def _exact(self, w: Tensor) -> Parts | None:
-        """Parts that represent w exactly, or None if there are none whose largest group scale is above 224.
+        """Parts that represent w exactly, with a largest group scale above 224; None if there are no such parts.
 
         The tensor scale is a quotient of a product of an element and a group scale by the largest weight. Its
         neighbours are tried too, because that product was rounded.

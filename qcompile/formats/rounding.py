@@ -25,7 +25,7 @@ BAND = 4096
 def asymmetric(w: Tensor, bits: int, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """w [..., G] in one range per row -> codes uint8 [..., G], scale f32 [..., 1], zero uint8 [..., 1].
 
-    value = (code - zero) * scale. The range includes 0; a row of zeros gets scale 1. With `keep`, a row whose values
+    value = (code - zero) * scale. The range includes 0; a row of zeros gets scale 1. With `keep`, a row of values that
     already lie on such a grid keeps them exactly, even if it does not use the lowest and highest code.
     """
     top = 2**bits - 1
@@ -44,8 +44,8 @@ def asymmetric(w: Tensor, bits: int, keep: bool = False) -> tuple[Tensor, Tensor
 def symmetric(w: Tensor, top: int, keep: bool = False) -> tuple[Tensor, Tensor]:
     """w [..., G] -> codes int8 within ±top and scale f32 [..., 1]; a row of zeros gets scale 1.
 
-    With `keep`, a row whose values already lie on such a grid keeps them exactly, even if it uses the code -top - 1, or
-    neither of ±top.
+    With `keep`, a row of values that already lie on such a grid keeps them exactly, even if it uses the code -top - 1,
+    or neither of ±top.
     """
     w = w.float()
     scale = w.abs().amax(-1, keepdim=True) / top

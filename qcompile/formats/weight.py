@@ -81,7 +81,7 @@ class Grid:
         return self.format.limits(w, step, zero, low, high)
 
     def nearest(self, w: Tensor, step: Tensor, zero: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """Grid values nearest to w, whose entries have these steps, zeros and code bounds (broadcast)."""
+        """Grid values nearest to the entries of w, for these steps, zeros and code bounds (broadcast)."""
         return self.format.nearest(w, step, zero, low, high)
 
     def round(self, w: Tensor) -> Tensor:

@@ -87,6 +87,6 @@ def _gathered(x: Tensor, ranks: int, width: int) -> Tensor:
 def all_gather(x: Tensor, ranks: int, width: int) -> Tensor:
     """The first `width` features of x [..., F] of all ranks side by side, in their order: [..., width].
 
-    Raises UsageError unless a RankGroup of so many ranks runs the graph; one rank needs none.
+    Raises UsageError unless a RankGroup of `ranks` ranks runs the graph; one rank needs none.
     """
     return torch.cat(_parts_of_all(x, ranks), -1)[..., :width].clone()

@@ -183,8 +183,8 @@ def expert_gemm(  # parameters: the schema of an operator is flat
 ) -> Tensor:
     """expert_linear on quantized weights (as in expert_rows) and per-slot quantized inputs -> f32 [..., k, width].
 
-    Epilogues: `store`, or those of gated_experts, whose weight interleaves gate and up rows and which uses `limit` and
-    `offset`.
+    Epilogues: `store`, or those of gated_experts. For the latter, the weight interleaves gate and up rows, and `limit`
+    and `offset` are used.
     """
     kept = None if epilogue in GATED else width
     rows = weight_format(format).dequantize(weight, x.shape[-1]).unflatten(0, (experts, -1))[:, :kept]

@@ -50,8 +50,8 @@ def gemm(
 ) -> Tensor:
     """A linear on a quantized activation [..., K] and a quantized weight [N, K] -> f32 [..., width].
 
-    Epilogues: `store`; `add` (residual + y); those of GATED (such as `silu_mul`), whose weight interleaves gate and up
-    rows in blocks of GATE_BLOCK and which return, for example, silu(gate) * up.
+    Epilogues: `store`; `add` (residual + y); those of GATED. `silu_mul`, for example, returns silu(gate) * up. For
+    these, the weight interleaves gate and up rows in blocks of GATE_BLOCK.
     """
     k = x[0].shape[-1]
     values = dequantize_activation(x)

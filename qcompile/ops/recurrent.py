@@ -1,4 +1,4 @@
-"""Operators of layers whose state has a fixed size: short causal convolutions and gated linear recurrences.
+"""Operators of layers with a state of fixed size: short causal convolutions and gated linear recurrences.
 
 They work on whole sequences [B, T, ...] that start from a state of zeros.
 """
@@ -113,7 +113,9 @@ def proved(x: Tensor, one: Tensor, other: Tensor) -> Tensor:
 
 @define(like, until="raise")
 def log_decay(factor: Tensor) -> Tensor:
-    """log(factor) [...], for a factor that multiplies a state. At the first token, whose state is 0, it may be finite.
+    """log(factor) [...], for a factor that multiplies a state.
+
+    At the first token the state is 0, so any finite number may stand there for -inf.
 
     Raises UnsupportedError if a factor that is known is not positive.
     """

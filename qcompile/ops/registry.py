@@ -74,5 +74,5 @@ def name_of(target: Any) -> str | None:
 
 
 def like(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Fake kernel for operators whose result has the shape of their first argument."""
+    """Fake kernel of operators that return a tensor of the shape of their first argument."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)

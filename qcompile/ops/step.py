@@ -231,7 +231,7 @@ def rope_heads(  # parameters: the schema of an operator is flat
 
 @define(lambda x, rows: x.new_empty(rows.shape[0], *x.shape[1:]), since="cache")
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x [M, F] -> x[rows], [R, F]: the rows whose logits are requested."""
+    """x [M, F] -> x[rows], [R, F]: the rows with requested logits."""
     return x[rows.long()]
 
 

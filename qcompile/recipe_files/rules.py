@@ -19,7 +19,7 @@ ROLES = {
     "output": "the linear that reads what attention, or a recurrence, returns",
     "state": "linears that make the inputs of a recurrence",
     "attention_inner": "other linears of an attention or recurrence: into a latent, or of a gate",
-    "gate": "of a feed-forward block: the linear whose result is activated and multiplies another",
+    "gate": "of a feed-forward block: the linear before the activation; its activated result multiplies that of `up`",
     "up": "of a feed-forward block: the other linear that reads its input",
     "down": "of a feed-forward block: the linear that leads back",
     "expert_gate": "the same of experts",

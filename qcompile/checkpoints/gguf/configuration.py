@@ -24,7 +24,7 @@ _NEEDED = (
     "attention.layer_norm_rms_epsilon",
 )
 _OPTIONAL_BIASES = {"attn_q": "attention_bias", "ffn_down": "mlp_bias"}
-"""Tensors whose biases tell whether the modules around them have some, and transformers' fields for that."""
+"""Linears by their name in GGUF, and transformers' field for biases, which is true if this linear has one."""
 _WHOLE = "rope_freqs.weight"
 _BY_LENGTH = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 """Tensors of divisors of rotary frequencies, by what transformers calls them."""

@@ -1,7 +1,7 @@
 """The tensors of GGUF files under transformers' names, as the numbers that they represent.
 
 Blocks of quantized types become float32 by the `gguf` package, a band of rows at a time. What the converter changed in
-weights is undone: norms stored plus one, and rows of queries and keys whose rotated halves alternate.
+weights is undone: norms stored plus one, and the interleaving of the rotated halves of queries and keys, row by row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qcompile.errors import ResourceError, UnsupportedError, UsageError, shown
 
 FILES = "*.gguf"
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of tensors whose numbers are floats, not blocks."""
+"""Types of tensors that hold floats, not blocks."""
 BAND = 1 << 22
 """Numbers that are unpacked at once: no second tensor of the weight's size."""
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,4})\.)?(?P<stem>\w+)\.(?P<what>weight|bias)")
@@ -38,7 +38,7 @@ _ROTATED = ("attn_q", "attn_k")
 class Stored:
     """One weight of the model in the file: where, and what is undone when it is read.
 
-    `heads` is the number of heads whose rows alternate (0: none do), `offset` what was added.
+    `heads` is the number of heads with interleaved halves (0: none), `offset` what was added.
     """
 
     place: TensorPlace
@@ -113,7 +113,7 @@ def _module(header: Header, architecture: Architecture, name: str) -> tuple[str,
 
 
 def _heads(header: Header, architecture: Architecture, name: str) -> int:
-    """The number of heads whose rows alternate in the tensor `name`; 0 if none do."""
+    """The number of heads with interleaved halves in the tensor `name`; 0 if there are none."""
     stem = name.split(".")[2] if name.startswith("blk.") else ""
     if not architecture.alternating or stem not in _ROTATED:
         return 0
