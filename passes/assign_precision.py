@@ -16,17 +16,17 @@ from qcompile.passes.base import Pass, PassResult
 
 
 def head_linears(graph: Graph) -> set[fx.Node]:
-    """Linears whose results reach the output without passing through another linear: they produce the logits."""
+    """Linears with no other linear between them and the output: they produce the logits."""
     return _last_linears(graph, graph.output.all_input_nodes)
 
 
 def router_linears(graph: Graph) -> set[fx.Node]:
-    """Linears whose results reach the choice of experts without passing through another linear."""
+    """Linears with no other linear between them and a choice of experts."""
     return _last_linears(graph, [n for node in graph.calls("top_k") for n in node.all_input_nodes])
 
 
 def _last_linears(graph: Graph, values: Iterable[fx.Node]) -> set[fx.Node]:
-    """Linears whose results reach one of `values` without passing through another linear."""
+    """Linears with no other linear between them and one of `values`."""
     linears: set[fx.Node] = set()
     frontier = list(values)
     while frontier:
@@ -86,7 +86,10 @@ class AssignPrecision(Pass):
 
 
 def _checked(node: fx.Node) -> str:
-    """A note on the linear `node`, whose precision an earlier pass decided. Raises PassError if it has no kernels."""
+    """A note that the linear `node` keeps the precision that an earlier pass decided.
+
+    Raises PassError if there are no kernels for that precision.
+    """
     weight, activation = (node.meta["precision"][part] for part in ("weight", "activation"))
     try:
         format = weight_format(str(weight))

@@ -137,7 +137,7 @@ def _padded(graph: Graph, value: fx.Node, wide: int) -> fx.Node:
 
 
 def _cut(graph: Graph, node: fx.Node, narrow: int) -> None:
-    """Make the users of attention `node`, whose values were padded, read the first `narrow` features of its heads."""
+    """Make the users of attention `node` read the first `narrow` features of its heads: its values were padded."""
     heads, wide = node.meta["val"].shape[-2], ops.operand(node, "v").meta["val"].shape[-1]
     kept = np.arange(heads * wide).reshape(heads, wide)[:, :narrow].ravel()
     users = list(node.users)

@@ -29,8 +29,8 @@ class CenterKeys(Pass):
     The mean is measured on calibration text before RoPE, then rotated to and averaged over all positions the model
     supports: calibration text may cover the first positions only, and a pair of channels that has rotated by half a
     circle since would be moved away from zero. The kernel that appends keys subtracts it. Where scores are capped or
-    compared with sinks, attention gets the mean as an argument. Attentions whose keys are rotated in another way are
-    listed in the notes, as is missing calibration text. `fired` counts attentions.
+    compared with sinks, attention gets the mean as an argument. The notes list attentions with keys that are rotated in
+    another way, and missing calibration text. `fired` counts attentions.
     """
 
     name: ClassVar[str] = "center_keys"

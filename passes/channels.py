@@ -25,7 +25,7 @@ def not_linears_alone(graph: Graph, node: fx.Node) -> str | None:
         if ops.name_of(user.target) not in ("linear", "expert_linear") or ops.operand(user, "x") is not node:
             return f"read by {user.name}, which is not a linear over it"
         if not graph.is_weight(ops.operand(user, "weight")):
-            return f"read by {user.name}, whose second operand is not a weight"
+            return f"read by {user.name}, which multiplies it by another value, not by a weight"
     return None
 
 
@@ -42,7 +42,7 @@ class ScalePusher:
         self.fired = 0
 
     def push(self, value: fx.Node, user: fx.Node, factor: fx.Node, inverse: bool) -> None:
-        """Scale `value`, whose only user must be `user`. If impossible, raises PassError and changes nothing."""
+        """Scale `value`; `user` must be its only user. If impossible, raises PassError and changes nothing."""
         self._check(value, user, int(factor.meta["val"].shape[0]))
         self._apply(value, factor, inverse)
 

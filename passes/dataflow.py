@@ -17,7 +17,7 @@ LINEAR_IN_PLACE = ops.with_trait("rotates")
 """Operators on whole values that commute with an orthogonal change of basis of all their operands."""
 
 ALIKE = ops.with_trait("permutes")
-"""Operators whose result numbers its features like their operands, so that they commute with a permutation."""
+"""Operators that keep the numbering of features, so that they commute with a permutation of all their operands."""
 
 
 @dataclass
@@ -152,7 +152,7 @@ def rewrite_weight(graph: Graph, node: fx.Node, operand: str, name: str, *given:
 
 
 def weighted(graph: Graph, value: fx.Node) -> fx.Node:
-    """The linear, embedding or expert_linear whose outputs, possibly weighted and summed per token, are `value`.
+    """The linear, embedding or expert_linear that makes `value`, before its outputs are weighted and summed per token.
 
     A factor per token, or per chosen expert of a token, commutes with any change of basis. Returns `value` itself if
     the walk back ends in another operator, or in a value with other users.

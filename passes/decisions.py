@@ -19,7 +19,7 @@ def keep_precision(old: fx.Node, new: fx.Node) -> None:
 
 
 def changed_decisions(graph: Graph, after: Graph, said: tuple[str, ...]) -> tuple[str, ...]:
-    """Notes on precisions that were decided in `graph`, and that a pass, whose result is `after`, changed or lost.
+    """Notes on precisions that were decided in `graph` and that a pass changed or lost; `after` is the pass's result.
 
     A pass that does so has its reasons, but users must hear of it: nodes that its own notes `said` name are left out.
     From `quantize` on, precisions describe gemms, and drafts change them on purpose.

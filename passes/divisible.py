@@ -1,7 +1,7 @@
 """Which values of a graph ranks can divide: every rule says how one operator relates the parts of its operands.
 
-A value [..., F] is divided along its features, a value [..., H, D] of heads along its heads. Values whose parts must
-agree are tied. A value that some operator needs whole is fixed, with the operator and the reason.
+A value [..., F] is divided along its features, a value [..., H, D] of heads along its heads. Values are tied if their
+parts must agree. A value that some operator needs whole is fixed, with the operator and the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ELEMENTWISE = ops.with_trait("elementwise")
 PRODUCTS = ("linear", "gated_linear", "gemm", "expert_linear", "gated_experts", "expert_gemm")
 """The operators that multiply their operand `x` by their operand `weight`."""
 SUMMED = ("combine", "scale_slots")
-"""The operators that are linear in their operand `y`, whose features they keep apart."""
+"""The operators that are linear in their operand `y` and compute each feature by itself."""
 
 
 class Obstacle(NamedTuple):
@@ -48,7 +48,7 @@ class Unit(NamedTuple):
 class Divisible:
     """What is known of all values of a graph.
 
-    `ties` connects values of which each rank has the same share, `meetings` values whose shares meet in one operator.
+    `ties` connects values of which each rank has the same share, `meetings` values with shares that one operator reads.
     `readers` are products and the value that each reads as `x`; `heads` numbers the heads of keys and values, of which
     ranks may share one.
     """
@@ -93,7 +93,7 @@ def activations(graph: Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def is_gated(product: fx.Node) -> bool:
-    """Whether `product` returns the product of a function of some outputs and other outputs, whose rows alternate."""
+    """Whether `product` applies a gate: it multiplies a function of some outputs by other outputs (rows alternate)."""
     kind = ops.name_of(product.target)
     gated = kind in ("gated_linear", "gated_experts")
     return gated or (ops.has_operand(product, "epilogue") and ops.operand(product, "epilogue") in ops.GATED)

@@ -22,7 +22,7 @@ from qcompile.passes.channels import not_linears_alone
 class FoldNorms(Pass):
     """`W (n * w + b) + c` becomes `(W * w) n + (W b + c)`, which leaves the norm without scale and bias.
 
-    Fires on a norm whose users are all linears that read it as their input. The fold is written as operators on the
+    Fires on a norm if all its users are linears that read it as their input. The fold is written as operators on the
     linear's weight, so a weight with other users (a tied embedding) keeps its values for them.
 
     If all users of a residual stream are then layer_norms without parameters, and all its writers are linears or
@@ -48,7 +48,7 @@ class FoldNorms(Pass):
         return self._fold(graph, {value.name for stream in turning for value in stream.values})
 
     def _fold(self, graph: Graph, needed: set[str] | None) -> PassResult:
-        """A copy with its norms folded: those whose input is named in `needed`, or all if `needed` is None."""
+        """A copy with its norms folded: those that read a value named in `needed`, or all if `needed` is None."""
         graph = graph.clone()
         fired, notes = 0, []
         for node in graph.calls(*ops.NORMS):

@@ -184,8 +184,8 @@ def fuse(graph: Graph, node: fx.Node) -> bool:
     """q, k, v of one value; q, k normalized and rotated; k, v appended; attention -> rope_append, kv_attention.
 
     Factors of q after its norm become operands of rope_append. Norms become in-place norm_heads before it. Heads that
-    rope_append cannot make so are made by their own operators first. An attention whose keys and values another one has
-    appended has only its queries.
+    rope_append cannot make so are made by their own operators first. If another attention has appended the keys and
+    values, only the queries are left to fuse.
     """
     append: fx.Node = ops.operand(node, "cache")
     own = ops.name_of(append.target) == "kv_append" and ops.operand(append, "layer") == ops.operand(node, "layer")

@@ -18,7 +18,7 @@ GEMMS = ("gemm", "expert_gemm")
 
 
 def head_gemms(graph: Graph) -> set[fx.Node]:
-    """Gemms whose results reach the output without passing through another gemm: they produce the logits."""
+    """Gemms with no other gemm between them and the output: they produce the logits."""
     return _gemms_before(graph, [graph.output])
 
 
@@ -29,7 +29,7 @@ def changeable_gemms(graph: Graph) -> list[fx.Node]:
 
 
 def _gemms_before(graph: Graph, nodes: list[fx.Node]) -> set[fx.Node]:
-    """Gemms whose results reach one of `nodes` without passing through another gemm."""
+    """Gemms with no other gemm between them and one of `nodes`."""
     gemms: set[fx.Node] = set()
     frontier = [source for node in nodes for source in node.all_input_nodes]
     while frontier:

@@ -3,7 +3,7 @@
 Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1) computes the keys of head h as [r; A_h c]
 and its values as B_h c, from a latent c and a rotated key r that all heads share. The score of a query [s; t] is
 s . r + (A_h^T t) . c, and the sum of values weighted by softmax is B_h times the sum of latents. So attention over one
-key head [r; c], whose values are c, does the same.
+key head [r; c] with the values c does the same.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ LIMITS = {"cpu": _Limits(512, 512, 1), "cuda": _Limits(128, 512, 32)}
 
 @dataclass(frozen=True)
 class Latent(Pass):
-    """Rewrites an attention whose keys and values are linear in one latent to attention over a single key head.
+    """Rewrites attention over keys and values that are linear in one latent to attention over a single key head.
 
     The key head holds the features that all heads share, and then the latent, which is also the value. The matrices of
     the linears from the latent to keys and values are applied to queries and to attention's results instead, head by
     head (expert_linear with every_expert). Fires where that is proved of all attentions, with latents of one shape, and
-    makes the cache smaller by LEAST_GAIN. An attention whose values come from a latent but whose keys do not is listed
-    in the notes, as is one for whose shape targets of `kind` have no kernels. `fired` counts attentions.
+    makes the cache smaller by LEAST_GAIN. The notes list an attention if its values come from a latent but its keys do
+    not, and if targets of `kind` have no kernels for its shape. `fired` counts attentions.
     """
 
     name: ClassVar[str] = "latent"

@@ -154,13 +154,13 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
 
 
 def _gated(node: fx.Node) -> fx.Node:
-    """The gemm whose gate `node` computes; where no row has an adapter, its kernel writes the result itself."""
+    """The gemm that makes the operand of `node`, a gate; where no row has an adapter, its kernel applies the gate."""
     gemm: fx.Node = ops.operand(ops.operand(node, "x"), "y")
     return gemm
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The gemm or attention whose result `node` reads, perhaps in another shape; `node` if another operator's."""
+    """The gemm or attention that makes the operand of `node`, perhaps viewed in another shape; else `node`."""
     source: Any = ops.operand(node, "x")
     while ops.name_of(source.target) in VIEWS:
         source = ops.operand(source, "x")
@@ -168,7 +168,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def behind_take_rows(graph: Graph) -> set[fx.Node]:
-    """The values that exist only for the rows whose logits are requested."""
+    """The values that exist only for the rows with requested logits."""
     behind: set[fx.Node] = set()
     for node in graph.fx.nodes:
         if ops.name_of(node.target) == "take_rows" or any(source in behind for source in node.all_input_nodes):

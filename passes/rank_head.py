@@ -14,12 +14,13 @@ from qcompile.graph import Graph
 from qcompile.passes.divisible import ELEMENTWISE, Obstacle, shape
 
 ALIGNMENT = 32
-"""A rank computes a multiple of so many logits, the last ones again where the vocabulary ends before."""
+"""The number of logits of a rank is a multiple of this. Where the vocabulary ends before, the last ones are computed
+again."""
 _HEADS = ("linear", "gemm")
 
 
 def find_head(graph: Graph, products: set[fx.Node]) -> fx.Node | Obstacle:
-    """The product whose outputs are the logits, but for operators on each logit alone; or what is between them.
+    """The product that computes the logits, possibly followed by operators on each logit alone; or what is in between.
 
     Each output of a product is computed apart from the others, so the parts of ranks side by side are its whole result.
     `products` are those that ranks divide already.

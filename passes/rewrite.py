@@ -70,7 +70,7 @@ def rewrite(model: Any, passes: tuple[Pass, ...], options: ImportOptions, clock:
 
 
 def _opened(text: CalibrationSource, model: Any, graph: Graph, kept: Path | None, progress: Progress) -> Calibration:
-    """The calibration text, in the tokens of the checkpoint `model`, whose graph is `graph`."""
+    """The calibration text, in the tokens of the checkpoint `model`; `graph` is the model's graph."""
     return open_source(
         text,
         load_tokenizer(model) if isinstance(model, (str, Path)) and not isinstance(text.given, Tensor) else None,

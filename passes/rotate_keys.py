@@ -25,9 +25,9 @@ SMALLEST_BLOCK = 16
 class RotateKeys(Pass):
     """Rotates queries and keys of every attention, head by head, by an operator after the rotary embedding.
 
-    No weight can absorb a rotation that follows RoPE, so it costs D log2 D additions per head and token. Heads whose
-    size is not a power of 2 are rotated in blocks of the largest power of 2 that divides it. If that is below 16, the
-    attention stays as it is and is listed in the notes. `fired` counts attentions.
+    No weight can absorb a rotation that follows RoPE, so it costs D log2 D additions per head and token. If the size of
+    heads is no power of 2, they are rotated in blocks of the largest power of 2 that divides it. If that is below 16,
+    the attention stays as it is and is listed in the notes. `fired` counts attentions.
     """
 
     name: ClassVar[str] = "rotate_keys"

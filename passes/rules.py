@@ -60,7 +60,7 @@ class Rules(Pass):
         return PassResult(graph, len(chosen), tuple(self._routers(graph)))
 
     def _routers(self, graph: Graph) -> Iterable[str]:
-        """Notes on routers whose weights a glob matches."""
+        """Notes on routers with weights that a rule's pattern matches."""
         for node in sorted(router_linears(graph)):
             names = weight_names(graph, node)
             for rule in (rule for rule in self.rules if rule.names and _named(rule, names)):

@@ -29,8 +29,8 @@ class Smooth(Pass):
     A block's input is a norm's output, and the norm's weight absorbs the scale max |x|^alpha / max |column|^(1 -
     alpha). The maxima of x are measured on calibration text; without it the norm's weight serves as an estimate. An
     output module reads a product (the up projection absorbs the scale) or attention's output (the value projection
-    absorbs it, with one scale for all query heads of a KV head); its scale is 1 / max |column|. Inputs whose producers
-    cannot absorb a scale are listed in the notes.
+    absorbs it, with one scale for all query heads of a KV head); its scale is 1 / max |column|. The notes list inputs
+    with producers that cannot absorb a scale.
     """
 
     name: ClassVar[str] = "smooth"

@@ -29,8 +29,8 @@ class SmoothAttention(Pass):
     takes maxima, which did worse: a single token's outlier determines them.) Without text they are computed from the
     weights that produce the keys. QServe uses alpha = 1/2. The default here is 1, because the widest channel of a key
     sets its rounding step and narrower channels waste it, and because the result then does not depend on how the model
-    splits a scale between q and k. With q/k norms, the scale moves into the norms' weights, so all heads share it. An
-    attention whose queries or keys cannot absorb a scale stays as it is and is listed in the notes.
+    splits a scale between q and k. With q/k norms, the scale moves into the norms' weights, so all heads share it. If
+    the queries or keys of an attention cannot absorb a scale, the attention stays as it is and is listed in the notes.
     """
 
     name: ClassVar[str] = "smooth_attention"

@@ -29,9 +29,9 @@ class Speculate(Pass):
     weights once more (ML-SpecQD 3.1, direct cast). With `enabled`, the pass runs once for every draft path of the
     recipe, on the graph that `quantize` returned. Experts change like linears; routers keep their precision.
 
-    The `sensitive` linears whose change alone moves the logits most take `sensitive_weight` and
-    `sensitive_activation` instead (QuantSpec 5: layers that keep 8 bits), and are listed in the notes. The logits are
-    those of the first calibration sample, or of fixed random tokens without calibration text.
+    Each linear is changed alone, to see how far that moves the logits. The `sensitive` linears that move them most take
+    `sensitive_weight` and `sensitive_activation` instead (QuantSpec 5: layers that keep 8 bits), and are listed in the
+    notes. The logits are those of the first calibration sample, or of fixed random tokens without calibration text.
     """
 
     name: ClassVar[str] = "speculate"
@@ -72,7 +72,7 @@ class Speculate(Pass):
         return PassResult(graph, fired, notes)
 
     def _most_sensitive(self, graph: Graph) -> list[str]:
-        """The gemms, heads excepted, whose change alone moves the logits most, most sensitive first."""
+        """The gemms, heads excepted, that move the logits most when changed alone; the most sensitive first."""
         before, heads = _logits(graph), {node.name for node in head_gemms(graph)}
         moved: dict[str, float] = {}
         for name in [node.name for node in changeable_gemms(graph) if node.name not in heads]:

@@ -24,7 +24,7 @@ Range = tuple[int, int]
 class Split(Pass):
     """`(x W^T + b)[start:stop]` becomes `x W[start:stop]^T + b[start:stop]`, for linears read only through slices.
 
-    Fires on linears whose slices do not overlap. Rows that no slice reads are dropped. `fired` counts linears.
+    Fires on linears with slices that do not overlap. Rows that no slice reads are dropped. `fired` counts linears.
     """
 
     name: ClassVar[str] = "split"

@@ -69,7 +69,7 @@ class Calibrate(Pass):
 
 
 def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
-    """Weights (quantize_* nodes) whose codes are to be chosen, each with its first gemm, in graph order."""
+    """Weights (quantize_* nodes) that need a choice of codes, each with its first gemm, in graph order."""
     targets: dict[fx.Node, fx.Node] = {}
     for gemm in graph.calls("gemm", "expert_gemm"):
         weight: fx.Node = ops.operand(gemm, "weight")
@@ -198,8 +198,8 @@ class _Work:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The weight to round [N, K] and the second moments of its inputs; for experts, one pair per expert.
 
-        `restore` does not move experts, which see few tokens, nor two-plane (nested) weights, whose 8-bit whole runs
-        behind equally accurate layers and must not compensate for errors of the upper plane.
+        `restore` moves neither experts, which see few tokens, nor two-plane (nested) weights. The two planes together
+        are an 8-bit weight behind equally accurate layers, which must not compensate for errors of the upper plane.
         """
         given = ops.operands(gemm)
         source = given.x

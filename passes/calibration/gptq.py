@@ -219,7 +219,7 @@ def _singularity_notes(hessian: Tensor, damping: float, tokens: int | None) -> t
     if dead := int((matrix.diagonal() <= 0).sum()):
         return (f"{dead} of {len(matrix)} inputs are always zero: their moments are singular, damped by {damping:g}",)
     if tokens is not None and tokens < len(matrix):
-        return (f"{tokens} tokens are few for {len(matrix)} inputs, whose moments are evened out: give more text",)
+        return (f"{tokens} tokens are few for {len(matrix)} inputs, so their moments are evened out: give more text",)
     lower, problem = torch.linalg.cholesky_ex(matrix)
     if problem or float(lower.diagonal().min()) ** 2 < _SINGULAR * float(matrix.diagonal().mean()):
         return (f"moments of the {len(matrix)} inputs are singular, damped by {damping:g} of their mean",)

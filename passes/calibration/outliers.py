@@ -81,7 +81,7 @@ def _before_rotation(value: fx.Node) -> fx.Node:
 
 
 def _linears_behind(node: fx.Node) -> list[fx.Node]:
-    """Linears whose results reach `node` without passing through another linear, an attention or an add."""
+    """Linears with no other linear, attention or add between them and `node`."""
     linears, seen, frontier = [], {node}, list(node.all_input_nodes)
     while frontier:
         source = frontier.pop()

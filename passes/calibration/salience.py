@@ -1,4 +1,4 @@
-"""Salience: keep 8 bits for the output features whose rounding to 4 bits changes the model's loss most."""
+"""Salience: keep 8 bits for the output features that would change the model's loss most if rounded to 4 bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEEN = 8
 
 @dataclass(frozen=True)
 class Salience(Pass):
-    """Marks the `fraction` of output features, over all linears in mix_4_8, whose rounding changes the loss most.
+    """Marks the `fraction` of output features, over all linears in mix_4_8, that change the loss most when rounded.
 
     A feature's salience is the mean over samples of |s + s²/2|, where s = gᵀ (q - c), g is the gradient of the sample's
     loss and q - c the feature's change under 4-bit rounding: the first-order Taylor term and the feature's Fisher term

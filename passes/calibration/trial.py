@@ -76,7 +76,9 @@ def loss(graph: Graph, tokens: Tensor, finest: bool = False) -> float:
 
 
 def fewest(most: int, limit: float, increase: Callable[[int], float]) -> tuple[int, float]:
-    """The smallest count in 0..most whose increase is at most `limit`, up to a few trials, and that increase.
+    """The smallest count in 0..most with an increase of at most `limit`, and that increase.
+
+    The result is near the smallest one: the number of trials is limited.
 
     Bisects on the square root of the count, because the first features bring the largest gains. Raises QualityError if
     even `most` features do not suffice.

@@ -51,7 +51,7 @@ def _log(build: Builder, value: Value) -> Value | None:
 
 
 def _log_of(build: Builder, x: fx.Node) -> fx.Node | None:
-    """A raised tensor whose exponential is `x`, feature by feature."""
+    """A raised tensor that is the logarithm of `x`, feature by feature; None if it is not known."""
     kind, given = ops.name_of(x.target), ops.named(x) if ops.name_of(x.target) else {}
     if kind in ("split_heads", "merge_heads"):
         inner = _log_of(build, given["x"])

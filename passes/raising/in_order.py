@@ -19,7 +19,10 @@ SAME_ROWS = POINTWISE | {"chunk", "split", "unsqueeze", "to", "_to_copy", "type_
 
 @dataclass(frozen=True)
 class InOrder(Opaque):
-    """`value`, whose first dimension is PAIRS, sorted by expert of `choice`; or only the rows of expert `expert`."""
+    """Rows of pairs, sorted by the expert of `choice`; with `expert`, only the rows of this expert.
+
+    `value` has the rows in the pairs' own order; its first dimension is PAIRS.
+    """
 
     understood: ClassVar[bool] = True
     value: Value

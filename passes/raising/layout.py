@@ -11,7 +11,7 @@ from qcompile.passes.raising.nodes import Arguments
 
 
 def copy(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
-    """A copy or a cast whose type holds all values of its operand: to floating point, or between wide integers."""
+    """A copy, or a cast to a type that holds all values of its operand: floating point, or between wide integers."""
     source = a.positional[0]
     known = facts.known.get(source)
     if isinstance(known, Opaque):

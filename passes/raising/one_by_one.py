@@ -1,7 +1,7 @@
-"""Rules for routers that choose experts one after another: the best, then the best of those left, and so on.
+"""Rules for routers that choose experts one after another: the best, then the best of the remaining ones, and so on.
 
-Together these are the choice `top_k`, whose first slots do not depend on how many there are. The weight of an expert
-may be its share in a softmax over those left that are near it (`near_share`), as in the routers called sparse mixers.
+Together these choices are one `top_k`: its first slots do not depend on the number of slots. The weight of an expert
+may be its share in a softmax over the remaining scores that are near its own (`near_share`), as in sparse mixers.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def join_slots(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Kno
 
 
 def _choice_behind(value: Value) -> fx.Node | None:
-    """The choice of whose slots `value` has the experts or weights; None if it is something else."""
+    """The choice of experts, if `value` holds experts or weights of its slots; None if it holds something else."""
     base: Any = value.base
     if operator_of(value) == "top_k":
         return value.base
@@ -133,7 +133,10 @@ def _choice_behind(value: Value) -> fx.Node | None:
 
 
 def _with_choice(build: Builder, value: Value, choice: fx.Node) -> fx.Node | None:
-    """The base of `value` computed for `choice`, whose first slots are those of its own; None if they are not."""
+    """The base of `value`, computed for `choice` in place of its own choice of fewer slots.
+
+    None if the two choices are not by the same scores: then their first slots may differ.
+    """
     base: Any = value.base
     own: Any = _choice_behind(value)
     if ops.operand(own, "x") is not ops.operand(choice, "x"):

@@ -24,7 +24,7 @@ ELEMENTWISE = {
     *("abs", "neg", "add", "sub", "rsub", "mul", "div", "floor_divide", "clamp", "clamp_min", "clamp_max", "minimum"),
     *("maximum", "where", "eq", "ne", "lt", "le", "gt", "ge", "tanh", "sigmoid", "bitwise_not", "logical_not"),
 }
-"""Operators whose result at an index depends only on their operands at that index."""
+"""Operators that compute the element at an index from the operands' elements at that index."""
 
 LAYOUT = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "slice", "expand"}
 """Layout operators with sizes as arguments; they count as elementwise if only dimensions of size 1 change."""

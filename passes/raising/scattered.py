@@ -1,9 +1,10 @@
-"""Rules for values that are given for all experts of a token, of which only those of the chosen experts count.
+"""Rules for models in which each expert computes all tokens, times a score that is 0 where a token did not choose it.
 
-A router may write the scores of its choice into a row of all experts, with one number, the rest, everywhere else. What
-is computed from such a row has a rest too, which is followed here. Where the rest is 0, so is all that an expert
-without biases makes of it, and a sum over all experts is one over the chosen ones. So experts that compute every token,
-each times its score, are compiled as experts that compute those that chose them.
+Such a router writes the scores of its choice into a row with an entry for each expert. All other entries hold one
+number, called the rest, which is 0 at first. What is computed from such a row also has a rest, which the rules here
+follow. If the rest of an expert's input is 0, and the expert has no biases, then the rest of its result is 0, and the
+sum over all experts equals the sum over the chosen ones. So such models are compiled as if each expert computed only
+the tokens that chose it.
 """
 
 from __future__ import annotations
@@ -133,14 +134,17 @@ def _rest(facts: Facts, node: fx.Node) -> float:
 
 
 def _numbered(given: Scattered) -> Value:
-    """A tensor of the shape of `given` whose elements are numbered."""
+    """The numbers of the elements of `given`, in its shape."""
     sizes = list(given.chosen.sizes)
     sizes[given.axis - 1] = given.experts
     return replace(given.chosen, terms=values.make_terms(sizes, np.arange(np.prod(sizes)).reshape(sizes)))
 
 
 def _moved(given: Scattered, places: Known) -> Known:
-    """`given` with its elements moved to `places`, which has their numbers; for several results, one each."""
+    """`given` with its elements moved: `places` has the number of the element for each place, see `_numbered`.
+
+    For several results, one each.
+    """
     if isinstance(places, (list, tuple)):
         return [_moved(given, one) for one in places]
     if not isinstance(places, Value) or len(places.terms) != 1:

@@ -1,7 +1,7 @@
-"""Rules for experts that compute their tokens in turn: pairs of token and slot, sorted by expert and split at each.
+"""Rules for experts that compute their tokens in turn: pairs of token and slot are sorted by expert, and split by it.
 
-The order does not matter, since each row of a result is of one pair: a sorted tensor is known by the values of the
-pairs in their own order, (token, slot), until they are added back to these or to their tokens.
+Each row of a result belongs to one pair, so the order of rows does not matter. A sorted tensor is described by the
+values of the pairs in their own order, (token, slot), until the model adds the rows back to pairs or tokens.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ ELEMENTWISE = {
     *("eq", "ne", "lt", "le", "gt", "ge", "logical_or", "logical_and", "logical_not", "clamp"),
     *("bitwise_or", "bitwise_and", "bitwise_not", "__or__", "__and__", "index_put", "zeros_like", "full_like"),
 }
-"""Operators whose result at an index depends on their operands at that index only; index_put: see `_is_elementwise`."""
+"""Operators that compute the element at an index from the operands' elements at that index; see `_is_elementwise` for
+index_put."""
 
 
 def mapped(facts: Facts, index: fx.Node) -> Tensor | None:

@@ -50,7 +50,7 @@ def growing(losses: Losses) -> list[Mix]:
 
 
 def within(losses: Losses, bits: float) -> Mix:
-    """The mix of at most so many bits per weight. Raises UsageError if the smallest one has more."""
+    """The mix of at most `bits` bits per weight. Raises UsageError if the smallest one has more."""
     mix, steps = _start(losses)
     most = bits * sum(unit.weights for unit in mix) / 8
     size = size_of(mix)

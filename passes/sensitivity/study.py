@@ -31,7 +31,7 @@ from qcompile.roofline import Peaks, peaks_of
 from qcompile.targets import get_target
 
 MEASURED_MIXES = 9
-"""Mixes whose loss is measured, from the smallest to the best."""
+"""Number of mixes of which the loss is measured, from the smallest to the best."""
 MIXES = "mixes"
 
 
@@ -161,7 +161,7 @@ def formats_for(given: Sequence[str], recipe: Resolved, target: str) -> list[For
 
 
 def study(subject: Subject, pairs: Sequence[FormatPair], bits: float | None, progress: Progress) -> Study:
-    """Measure `subject` in the formats `pairs`; with `bits`, also choose a mix of at most so many bits per weight."""
+    """Measure `subject` in the formats `pairs`; with `bits`, also choose a mix of at most `bits` bits per weight."""
     graph, measured = _prepared(subject, progress)
     assert graph.calibration is not None
     tokens = graph.calibration.tokens

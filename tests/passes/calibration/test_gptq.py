@@ -177,7 +177,7 @@ def test_of_few_tokens_little_is_believed() -> None:
         )
         found[tokens] = lost(w, choice.parts, "w4_asym_g128", other)
     assert found[len(seen)] < nearest < 0.5 * found[None]
-    assert choice.notes == ("100 tokens are few for 200 inputs, whose moments are evened out: give more text",)
+    assert choice.notes == ("100 tokens are few for 200 inputs, so their moments are evened out: give more text",)
     torch.testing.assert_close(gptq.trusted(moments(x), 10**9), moments(x))
     white = gptq.trusted(moments(x), 0)  # nothing seen: rounding to nearest
     torch.testing.assert_close(white, torch.eye(200) * moments(x).diagonal().mean())
