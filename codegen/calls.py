@@ -260,7 +260,7 @@ class Attention(Call):
 
 @dataclass(frozen=True)
 class TakeRows(Call):
-    """out[r] = x[output_rows[r]], the rows whose logits are wanted. out is an `outputs` buffer."""
+    """out[r] = x[output_rows[r]], the rows with requested logits. out is an `outputs` buffer."""
 
     kernel: ClassVar[str] = "take_rows"
     x: str

@@ -25,8 +25,8 @@ def rank_programs(
         program = adapt(lower(graph, weights))
         if _calls(program) != _calls(first):
             raise UnsupportedError(
-                f"rank {rank} would need other kernels than rank 0: their weights differ in size; take a recipe whose "
-                "rows all have the same bits, such as w4a8"
+                f"rank {rank} would need other kernels than rank 0: their weights differ in size; take a recipe with "
+                "the same bits in all rows, such as w4a8"
             )
         programs.append(program)
     return programs

@@ -1,7 +1,7 @@
 """Barriers between the calls of a step on the CPU: where threads must wait for each other, as C++ conditions.
 
-A thread needs no barrier before what it computed for itself: its private copies of rows, its share of columns, or the
-heads whose attention it computes next.
+A thread needs no barrier before it reads what it computed itself: its private copies of rows, its share of columns, or
+the heads for which it computes attention next.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ LINE_COLUMNS = 32
 
 
 def writes_outputs(program: Program, call: Call) -> bool:
-    """Whether a call computes only the rows whose logits are wanted, or the logits."""
+    """Whether a call computes only the rows with requested logits, or the logits."""
     return all(program.buffer(name).rows == "outputs" for name in call.writes)
 
 

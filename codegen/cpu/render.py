@@ -126,7 +126,7 @@ def _hidden_width(program: Program) -> int:
 
 
 def _sums(program: Program) -> dict[str, Any]:
-    """The sums over ranks: the calls, floats of the widest row, and whether they have rows whose logits are wanted."""
+    """The sums over ranks: the calls, floats of the widest row, and whether one has only rows with logits."""
     sums = [call for call in program.calls if isinstance(call, AllReduce)]
     buffers = [program.buffer(call.x) for call in sums]
     widest = max((buffer.stride for buffer in buffers), default=0)

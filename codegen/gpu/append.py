@@ -24,7 +24,7 @@ from qcompile.codegen.sizes import power_of_two
 from qcompile.formats.kv import HIER_GROUP, LATENT_GROUP, RING_GROUPS
 from qcompile.targets import has_pdl
 
-# -2 pi as a sum: two short parts whose products with integers up to 2^12 are exact, and the rest.
+# -2 pi as a sum: two short parts, exact in products with integers up to 2^12, and the rest.
 _TWO_PI = (-6.28125, -0.0019350051879882812, -3.01991605e-07)
 
 

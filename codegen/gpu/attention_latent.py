@@ -1,4 +1,4 @@
-"""GPU kernels of attention over one key head whose last features are the values (passes/latent.py).
+"""GPU kernels of attention over one key head; its last features are the values (passes/latent.py).
 
 All query heads read the same keys, so they are the rows of matrix products with pages of keys: scores, and sums of the
 values, which are part of what was loaded for the scores. Batch invariance is as in codegen/gpu/attention.py, with one
@@ -21,9 +21,9 @@ from qcompile.formats.kv import LATENT_GROUP, PAGE_TOKENS
 LEAST_ROWS = 16
 """Fewest rows that an MMA takes."""
 MOST_ROWS = {90: 64}
-"""Most rows of a program by compute capability: those of a wgmma, whose sums fill the registers of 8 warps."""
+"""Most rows of a program by compute capability: those of a wgmma. Its sums fill the registers of 8 warps."""
 OTHER_ROWS = 32
-"""Most rows with other MMAs, whose first operand is in registers too."""
+"""Most rows with other MMAs: they also have their first operand in registers."""
 WHOLE_PAGES = 160 << 10
 """Fewest bytes of shared memory that hold the keys of two pages, one of which is loaded during products with the other.
 With less, half a page is loaded at a time."""

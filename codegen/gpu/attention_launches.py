@@ -170,7 +170,7 @@ def attention(context: PlanContext, c: Attention, measured: bool = False) -> Ite
 
 
 def _unpacked_attention(context: PlanContext, c: Attention, whole: AttentionSpec, args: Operands) -> Iterator[Launch]:
-    """Launches of steps of prompts whose pages are unpacked before attention, where there are such kernels."""
+    """Launches for steps of prompts that unpack pages before attention, where there are such kernels."""
     spec = unpacked_variant(whole, context.target.capability)
     if spec is None:
         return

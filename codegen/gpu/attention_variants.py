@@ -10,8 +10,9 @@ from qcompile.targets import has_wgmma
 MOST_OCTETS = 3
 """Most blocks of eight rows that a program has registers for."""
 MAX_UNPAIRED_QUERIES = 256
-"""Most query positions of a prefill whose programs compute one block of rows each; with more, pairs of blocks make
-enough programs. Over a hierarchical cache the blocks have one octet of rows up to half as many positions."""
+"""Most query positions of a prefill for which a program computes one block of rows. With more, a program computes two
+blocks, which leaves enough programs. Over a hierarchical cache, blocks have one octet of rows up to half as many
+positions."""
 FAR_ROWS = 64
 """Rows of programs with the queries as the A operand: those of one wgmma of four warps."""
 LARGE_HEAD = 256

@@ -1,8 +1,8 @@
 """Fusion for GPUs: a program with calls that one kernel computes together, before launches are planned.
 
 Each rule takes a program and returns one; RULES lists the rules in order. Calls that only fused programs have are in
-codegen/gpu/fused.py. A rule fires only if no other call needs a value that the fused kernel does not store, and if no
-program of the fused kernel overwrites memory that another one has yet to read.
+codegen/gpu/fused.py. A rule fires only under two conditions: no other call reads a value that the fused kernel does not
+store, and no GPU program (thread block) of the fused kernel overwrites memory that another one has yet to read.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _fusable_norms(norms: Sequence[NormHeads], append: RopeAppend) -> dict[str, 
 
 
 def _normalized_part(norm: NormHeads, append: RopeAppend) -> str:
-    """The part, q or k, of an append's input whose heads the norm normalizes; "" if neither."""
+    """The part of an append's input, q or k, that the norm normalizes; "" if it is neither."""
     if append.qkv != norm.x or norm.width != append.head_dim:
         return ""
     parts = {"q": (append.q_offset, append.heads), "k": (append.k_offset, append.kv_heads)}
@@ -245,7 +245,7 @@ def _addend(reads: Reads, combine: Combine | AllReduce, after: Call | None) -> s
 
 
 def activate_convolutions(program: Program) -> Program:
-    """A convolution applies the activation that follows it, as long as nothing else reads what it is applied to."""
+    """A convolution applies the activation that follows it, if nothing else reads the values before the activation."""
     reads, calls = Reads(program), list[Call]()
     fused_away: Call | None = None
     for call, after in zip_longest(program.calls, program.calls[1:]):
@@ -265,7 +265,7 @@ def _activates(program: Program, reads: Reads, conv: ConvStep, after: Elementwis
 
 
 def chain_routes(program: Program) -> Program:
-    """Consecutive steps of a router become one call, as long as none stores where another program may yet read."""
+    """Consecutive steps of a router become one call, if none stores to memory that another program has yet to read."""
     reads, calls = Reads(program), list[Call]()
     for routes, run in groupby(enumerate(program.calls), lambda pair: isinstance(pair[1], Route)):
         if not routes:

@@ -18,8 +18,8 @@ from qcompile.formats.registry import gpu_kernel, gpu_packing, is_row_major, ker
 def prepare_slots(program: Program) -> Program:
     """Inserts the calls that quantize inputs and sort slots before GEMMs of experts, unless scratch memory has both.
 
-    A norm whose rows the next experts read quantizes them itself. A call that writes the inputs or the index makes what
-    was derived from them stale.
+    If the next experts read the rows of a norm, the norm quantizes them itself. When a call writes the inputs or the
+    index, what scratch memory holds of them is no longer valid.
     """
     for call in program.calls:
         if isinstance(call, ExpertGemm):

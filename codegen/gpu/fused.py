@@ -112,7 +112,7 @@ class SumAdd(Call):
 
 @dataclass(frozen=True)
 class ActivatedConv(FusedCall):
-    """ConvStep, whose results get the activation `act`."""
+    """A ConvStep that applies the activation `act` to its results."""
 
     kernel: ClassVar[str] = "activated_conv"
     part_fields: ClassVar[tuple[str, ...]] = ("conv",)

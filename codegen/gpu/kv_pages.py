@@ -77,7 +77,7 @@ class GpuKV:
 
     @property
     def word_groups(self) -> int:
-        """Words of a key whose features are also values."""
+        """Words of a latent key, which is a value too."""
         return -(-self.dim // LATENT_GROUP)
 
     @property
@@ -146,7 +146,7 @@ class GpuKV:
 
 
 def most_heads(kvs: Sequence[GpuKV]) -> GpuKV:
-    """The layout of the layer with the most heads, whose attention has the most programs."""
+    """The layout of the layer with the most heads: its attention has the most programs."""
     return max(kvs, key=lambda kv: kv.heads)
 
 

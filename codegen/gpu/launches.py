@@ -3,7 +3,7 @@
 The runtime reads a plan as JSON and needs neither this module nor Triton. codegen/gpu/operands.py describes operands
 and grid sizes. Counts of a step:
 
-    tokens, outputs             rows of the step, and rows whose logits are wanted
+    tokens, outputs             rows of the step, and rows with requested logits
     sequences, queries          sequences of the step, and most rows of one sequence
     table_stride                entries of the block table for each sequence
     decoding, decoding_tokens   the first sequences, as far as they have few rows, for kernels that decode; their rows
@@ -27,7 +27,7 @@ and grid sizes. Counts of a step:
     masked                      `outputs` if a grammar excludes tokens of any sequence, else 0
     reported                    `outputs` if log probabilities of any sequence are wanted, else 0
     kept                        if any of these sequences has biases, penalties or a grammar too, at least the number of
-                                outputs whose next token is not known; else 0
+                                outputs for which a token is chosen (their next token is not known); else 0
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Launch:
-    """Runs the first variant whose `most` is not below the count named by `by`; nothing if that is 0 or none fits."""
+    """Runs the first variant with room for the count named by `by`: `most` is 0 or not below the count.
+
+    Runs nothing if the count is 0 or no variant has room.
+    """
 
     name: str
     by: str
@@ -214,7 +217,7 @@ def most_rows(program: Program) -> int:
 
 
 def _most_prompt_pages(program: Program) -> int:
-    """As many pages as the largest step of long prompts reads, whose number the runtime rounds up."""
+    """As many pages as the largest step of long prompts reads, with room for the runtime to round their number up."""
     return MOST_ROWS // SHARED_BY * 2 * -(-program.max_position // PAGE_TOKENS)
 
 

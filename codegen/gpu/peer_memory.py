@@ -2,7 +2,7 @@
 
     small     int64 [2][ranks][SMALL_ITEMS]: a part's float32 bits, below the number of the sum in the upper half
     arrived   int32 [ranks][most chunks]: the last sum in two steps to which rank r has sent its part of an owned chunk
-    summed    int32 [most chunks]: the last sum in two steps whose total of a chunk is in `data`
+    summed    int32 [most chunks]: the last sum in two steps of which `data` has the total of the chunk
     passed    int32 [2][ranks][MOST_PROGRAMS]: the last exchange in which a program of rank r has sent all that it sends
     logits    float32 [MOST_OUTPUTS][vocabulary], where ranks gather them
     sent      float32 [chunks][2][ranks - 1][CHUNK]: parts of the others in sums in one exchange

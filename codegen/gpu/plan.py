@@ -1,7 +1,7 @@
 """Plans launches: kernels, grids and operands for each call of a program, by formats and shapes.
 
-A call's launches depend on the call and on facts of the whole program (PlanContext), not on other calls: what calls
-share is decided before, by fusion.
+A call's launches depend on the call and on facts of the whole program (PlanContext), not on other calls: fusion has
+decided before which calls share a kernel.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def launches_of(context: PlanContext, call: Call) -> tuple[Launch, ...]:
 
 
 def measured_quantize(context: PlanContext, c: fused.MeasuredQuantize) -> Iterator[Launch]:
-    """The launches of a GEMM or attention that stores magnitudes of parts of each row, and of the quantization."""
+    """The launches of a GEMM or attention that also stores the largest magnitudes of parts of each row, and of the
+    quantization that reads them."""
     maker = c.maker
     if isinstance(maker, Attention):
         yield from attention_launches.attention(context, maker, measured=True)

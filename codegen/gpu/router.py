@@ -69,7 +69,7 @@ class ScoresSpec:
 class RouteStep:
     """One step of a router, see program.Route: from `width` numbers per token it makes `made`.
 
-    `x` and `index` are numbers of earlier steps whose results it uses, or None to read memory, with rows `x_stride` and
+    `x` and `index` are numbers of the earlier steps that made them, or None to read memory, with rows `x_stride` and
     `index_stride` elements apart. Rows of the result are stored `out_stride` elements apart, or not at all (0).
     """
 

@@ -149,8 +149,8 @@ def in_blocks(width: int, most: int = 0) -> dict[str, Any]:
 class HadamardSpec:
     """out[row] = x[row] with each `block` columns times a Hadamard matrix / sqrt(block), f32, one program per row.
 
-    x is f32, or with `gated` act(gate) * up of bf16 columns as in RowSpec. `core` is the order of the matrix whose
-    repeated doubling gives the Hadamard matrix; if not 1, it is an argument (f32, row-major). See formats/hadamard.py.
+    x is f32, or with `gated` act(gate) * up of bf16 columns as in RowSpec. `core` is the order of the matrix that gives
+    the Hadamard matrix by repeated doubling; if not 1, it is an argument (f32, row-major). See formats/hadamard.py.
     """
 
     width: int

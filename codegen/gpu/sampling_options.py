@@ -15,7 +15,7 @@ OPTIONS = len(GpuSamplingOptions._fields)
 
 
 def option(name: str) -> str:
-    """The place of a sampling option of a sequence, as an expression in kernels whose `given` points to the first."""
+    """The address of a sampling option of a sequence, as an expression in kernels; `given` points to the first."""
     index = GpuSamplingOptions._fields.index(name)
     return f"given + {index}" if index else "given"
 

@@ -94,7 +94,7 @@ class RecurrenceSpec:
     tile: int = 0
 
     AHEAD = 2
-    """Tokens whose operands are loaded before they are needed."""
+    """Number of tokens by which operands are loaded ahead."""
 
     def __post_init__(self) -> None:
         if self.layer.key_dim > MOST_KEYS:
@@ -135,7 +135,7 @@ class RecurrenceSpec:
 
     @property
     def programs(self) -> tuple[int, int]:
-        """Programs per sequence, as the first two sizes of a grid whose last are sequences.
+        """Programs per sequence: the first two sizes of a grid. Its last size is the number of sequences.
 
         Programs that are launched one after the other have adjacent columns: parts of the same lines of memory.
         """

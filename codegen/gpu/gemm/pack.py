@@ -332,7 +332,7 @@ def _gpu_sizes(n: int, k: int, format: str, activation: str) -> dict[str, int]:
 
 
 def gpu_mixed(marked: Tensor, pairs: bool, k: int) -> MixedPacking:
-    """The packing of a mix_4_8 weight of k inputs whose rows `marked` [N] have 8 bits. `pairs` does not matter here."""
+    """The packing of a mix_4_8 weight of k inputs; its rows `marked` [N] have 8 bits. `pairs` has no effect on GPUs."""
     eight, four = _pad_rows(marked.nonzero()[:, 0]), _pad_rows((~marked).nonzero()[:, 0])
     rows, inputs = len(eight) + len(four), k
     packing = gpu_kernel_for(MIX_4_8.name, INTEGERS[0].name).packing
