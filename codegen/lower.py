@@ -113,7 +113,7 @@ def _norm_heads(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     sizes = {w.meta["val"].shape[0] for w in (given.weight, given.bias) if w is not None}
     if len(sizes) > 1:
-        raise PassError("codegen", node.name, "its weight and bias are by head, or are not, both alike")
+        raise PassError("codegen", node.name, "its weight and its bias must both be by head, or neither")
     return NormHeads(
         node.name,
         given.kind,

@@ -62,7 +62,7 @@ class AssignPrecision(Pass):
             known = [kind.name for kind in weight_format(format).activations]
             if activation not in known:
                 raise UsageError(
-                    f"weights in {format} do not meet activations in {activation}; there are {', '.join(known)}"
+                    f"weights in {format} have no kernel for activations in {activation}; there are {', '.join(known)}"
                 )
 
     def run(self, graph: Graph) -> PassResult:
@@ -100,6 +100,6 @@ def _checked(node: fx.Node) -> str:
         raise PassError(AssignPrecision.name, node.name, f"experts have no kernel in {weight}; {others} have")
     meeting = [kind.name for kind in format.activations]
     if activation not in meeting:
-        reason = f"weights in {weight} do not meet activations in {activation}; there are {', '.join(meeting)}"
+        reason = f"weights in {weight} have no kernel for activations in {activation}; there are {', '.join(meeting)}"
         raise PassError(AssignPrecision.name, node.name, reason)
     return f"node {node.name}: keeps {weight} x {activation}, which an earlier pass decided"

@@ -86,7 +86,7 @@ def placed(passes: Sequence[Pass], extra: Sequence[tuple[str, Pass]]) -> tuple[P
         names = [one.name for one in result]
         if after not in names:
             there = f"there are {', '.join(names)}{suggestion(after, names)}"
-            raise UsageError(f"pass {rewrite.name} shall run after {after}, which is no pass; {there}")
+            raise UsageError(f"pass {rewrite.name} is to run after {after}, which is no pass; {there}")
         result.insert(names.index(last.get(after, after)) + 1, rewrite)
         last[after] = rewrite.name
     return tuple(result)

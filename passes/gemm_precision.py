@@ -47,7 +47,7 @@ def change_precision(
     """Change the formats of one gemm of a quantized graph; returns whether anything changed.
 
     `SAME` keeps a format. `activations` has the nodes that quantize activations, by (value, format, group), which gemms
-    share. Raises PassError in the name of `by` for formats that do not meet.
+    share. Raises PassError in the name of `by` for formats without a kernel for both.
     """
     experts = ops.name_of(node.target) == "expert_gemm"
     packed, format = ops.operand(node, "weight"), ops.operand(node, "format")
@@ -58,7 +58,7 @@ def change_precision(
     new_dtype = dtype if activation == SAME else activation
     wanted, kind = weight_format(format if weight == SAME else weight), activation_format(new_dtype)
     if kind not in wanted.activations:
-        message = f"weights in {wanted.name} do not meet activations in {new_dtype}"
+        message = f"weights in {wanted.name} have no kernel for activations in {new_dtype}"
         raise PassError(by, node.name, message)
     new_packed, new_format = (packed, format) if weight == SAME else _weight(graph, packed, weight)
     new_group = kind.sum_group(weight_format(new_format).sum_group, packed.meta["val"][0].shape[1])

@@ -60,7 +60,7 @@ def _rotate(graph: Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
     head_dim = key.meta["val"].shape[-1]
     block = head_dim & -head_dim  # the largest power of 2 that divides it
     if block < SMALLEST_BLOCK:
-        raise PassError("rotate_keys", node.name, f"heads of {head_dim} features have no power of 2 from 16 on in them")
+        raise PassError("rotate_keys", node.name, f"no power of 2 from 16 on divides heads of {head_dim} features")
     mean = None
     if ops.name_of(key.target) == "rotate_heads":  # passes/center_keys.py: one operator subtracts the mean and rotates
         key, mean = ops.operand(key, "x"), ops.operand(key, "center")

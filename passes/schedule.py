@@ -115,7 +115,7 @@ class Schedule:
         unused = [option for option in self.options if option.startswith(f"{Speculate.name}.")]
         if unused and not self.recipe.drafts:
             name = self.recipe.name
-            raise UsageError(f"option {unused[0]}: recipe {name} makes no draft of itself; take one that does")
+            raise UsageError(f"option {unused[0]}: recipe {name} derives no draft from the model; take one that does")
         passes = passes[:1] + self.extra + passes[1:]
         check_stages(passes, [one.kind.name for one in self.added])
         return passes

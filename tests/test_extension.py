@@ -79,7 +79,7 @@ def test_places_of_passes(extension: None) -> None:
     at = plain.index("rotate") + 1
     assert order("qcompile_example.widen_narrow:WidenNarrow@after=rotate") == [*plain[:at], "widen_narrow", *plain[at:]]
     with pytest.raises(
-        UsageError, match=r"widen_narrow shall run after rotat, which is no pass; .*did you mean rotate"
+        UsageError, match=r"widen_narrow is to run after rotat, which is no pass; .*did you mean rotate"
     ):
         order("widen_narrow@after=rotat")
     with pytest.raises(UsageError, match="needs a graph at stage raise; after quantize it is at quantize"):

@@ -134,7 +134,7 @@ def test_later_options_win_over_those_of_the_file(five: Path) -> None:
             "[options]\ncache.format = ['kv8']",
             r"option cache.format must be a text, a number, True or False, not \['kv8",
         ),
-        ("[options]\ncache.format = 'kv8'\n'cache.format' = 'kv4'", "option cache.format is there twice"),
+        ("[options]\ncache.format = 'kv8'\n'cache.format' = 'kv4'", "option cache.format occurs twice"),
         ("[options]\nrules.a.weight = 'bf16'", r"rules stand in tables of their own, \[rules.NAME\]"),
         ("base = 'w4a8'\nbase = 'f32'", "mine.toml is not TOML: Cannot overwrite a value"),
         ("x" * (1 << 20) + "=1", "more than 1 MiB"),

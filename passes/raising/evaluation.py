@@ -37,7 +37,7 @@ class PositionEvaluator:
         assert callable(node.target), node
         self._facts.require_written(node)
         if node in self._facts.rewritten:
-            raise unsupported(node, "is written over in part, and read by something that must be run to be understood")
+            raise unsupported(node, "is overwritten in part, and read by an operator that qcompile has to run")
         args, kwargs = node.args, node.kwargs
         if operator_name(node) in SHAPE_ONLY:
             source: Any = node.args[0]

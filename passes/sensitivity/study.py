@@ -139,8 +139,8 @@ def _front(mixes: Sequence[MeasuredMix]) -> list[MeasuredMix]:
 def formats_for(given: Sequence[str], recipe: Resolved, target: str) -> list[FormatPair]:
     """The formats to compare, from texts such as w4_asym_g128 or w4_asym_g128:int8, or the usual ones of `target`.
 
-    Without a name for it, activations have the recipe's format if the weights meet it, else their first one. Raises
-    UsageError for formats that there are not, that do not meet, or that mark rows, and for those without kernels.
+    A text without an activation format means the recipe's, if the weights have kernels for it, else the weights' first
+    one. Raises UsageError for unknown formats, pairs without kernels, and formats that mark rows.
     """
     usual = str(recipe.settings()["assign_precision"]["activation"])
     machine = get_target(target)
@@ -150,7 +150,7 @@ def formats_for(given: Sequence[str], recipe: Resolved, target: str) -> list[For
         meeting = [kind.name for kind in format.activations]
         pair = FormatPair(weight, activation or (usual if usual in meeting else meeting[0]))
         if activation and activation_format(activation).name not in meeting:
-            raise UsageError(f"--formats {pair}: {weight} meets activations in {', '.join(meeting)}")
+            raise UsageError(f"--formats {pair}: {weight} has kernels for activations in {', '.join(meeting)}")
         if format.marks_rows:
             raise UsageError(f"--formats {weight}: its rows differ in bits; take recipe auto with --target-bits")
         if pair.has_kernels(machine):

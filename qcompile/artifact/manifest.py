@@ -123,10 +123,10 @@ def _check_times(table: list[dict[str, Any]], place: str) -> None:
     """Raise ArtifactError unless times are positive and all entries have the same gammas."""
     for number, entry in enumerate(table):
         if not all(0 < seconds < 1e9 for seconds in (entry["plain"], *entry["rounds"].values())):
-            raise ArtifactError(f"{place}[{number}] holds times that none takes; build the artifact again")
+            raise ArtifactError(f"{place}[{number}] holds a time outside 0 to 1e9 seconds; build the artifact again")
     gammas = {frozenset(entry["rounds"]) for entry in table}
     if len(gammas) != 1 or not all(_GAMMA.fullmatch(gamma) for gamma in gammas.pop()):
-        raise ArtifactError(f"{place} is not of the same gammas in all its entries; build the artifact again")
+        raise ArtifactError(f"{place} does not have the same gammas in all entries; build the artifact again")
 
 
 def check_shape(value: object, shape: Shape = SHAPE, place: str = "manifest") -> None:

@@ -221,6 +221,6 @@ def _low_rank(path: Path, config: dict[str, Any], module: str, parts: dict[str, 
         raise UsageError(f"{path}: {module} and use_dora of {CONFIG} disagree on whether rows have magnitudes")
     if magnitude is not None:
         if table or magnitude.numel() != b.shape[0]:
-            raise UnsupportedError(f"{path}: {module} has magnitudes {list(magnitude.shape)}; one a row is read")
+            raise UnsupportedError(f"{path}: {module} has magnitudes {list(magnitude.shape)}; one for each row is read")
         magnitude = magnitude.flatten()
     return LowRank(a, b, _scale(path, config, module, a.shape[0]), table, magnitude)

@@ -198,7 +198,7 @@ def _formats_of(tables: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _flat(options: Mapping[str, Any], place: str = "") -> dict[str, str | bool | int | float]:
-    """Options in tables by pass, or with dots in their names. Raises UsageError for one that is there twice."""
+    """Options in tables by pass, or with dots in their names. Raises UsageError for an option that occurs twice."""
     flat: dict[str, str | bool | int | float] = {}
     for name, value in options.items():
         option = f"{place}{name}"
@@ -207,7 +207,7 @@ def _flat(options: Mapping[str, Any], place: str = "") -> dict[str, str | bool |
         given = _flat(value, f"{option}.") if isinstance(value, Mapping) else {option: value}
         twice = flat.keys() & given.keys()
         if twice:
-            raise UsageError(f"option {twice.pop()} is there twice")
+            raise UsageError(f"option {twice.pop()} occurs twice")
         flat |= given
     return {option: str(value).lower() if isinstance(value, bool) else value for option, value in flat.items()}
 

@@ -76,7 +76,7 @@ class Rule:
                 chosen |= set(range(start, int(given["stop"] or start) + 1))
         wrong = sorted(number for number in chosen if not 0 <= number < layers)
         if wrong:
-            raise UsageError(f"rule {self.name}: layers {self.layers} are not all there: the model has {layers} layers")
+            raise UsageError(f"rule {self.name}: layers {self.layers} do not all exist: the model has {layers} layers")
         return frozenset(chosen) if self.layers else frozenset(range(layers))
 
     @property

@@ -32,7 +32,7 @@ class DeclaredTools:
                 form = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
                 raise UsageError(f"tools.{place} must be {form}, not {shown(tool)}")
             if name in parameters:
-                raise UsageError(f"tools: {shown(name)} is there twice")
+                raise UsageError(f"tools: {shown(name)} occurs twice")
             parameters[name] = schema
         return cls(parameters)
 

@@ -61,7 +61,7 @@ def test_what_a_recipe_chooses_for_a_model(mine: Path, tiny_checkpoint: Path, ca
         (("MINE", "--set", "rules.first.weight=w3"), "rule first: weight format w3 is unknown"),
         (("MINE", "--set", "rules.first.kv=kv8"), "the KV cache has one format for all layers"),
         (("MINE", "--set", "cache.fromat=kv8"), "pass cache has no field fromat"),
-        (("MINE", "--set", "rules.first.layers=9", "MODEL"), "rule first: layers 9 are not all there"),
+        (("MINE", "--set", "rules.first.layers=9", "MODEL"), "rule first: layers 9 do not all exist"),
     ],
 )
 def test_wrong_recipes(

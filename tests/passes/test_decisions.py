@@ -95,8 +95,8 @@ def test_a_decision_reaches_the_kernels() -> None:
     ("decide", "message"),
     [
         (Decide("w3", "int8"), "assign_precision: node linear_6: weight format w3 is unknown; there are f32"),
-        (Decide("qoq_g128", "bf16"), "weights in qoq_g128 do not meet activations in bf16; there are int8"),
-        (Decide("bf16", None), "node linear_6: weights in bf16 do not meet activations in int8; there are bf16"),
+        (Decide("qoq_g128", "bf16"), "weights in qoq_g128 have no kernel for activations in bf16; there are int8"),
+        (Decide("bf16", None), "node linear_6: weights in bf16 have no kernel for activations in int8; there are bf16"),
     ],
 )
 def test_a_decision_without_kernels_is_refused(decide: Decide, message: str) -> None:

@@ -153,9 +153,9 @@ def test_a_rule_against_an_earlier_pass_is_refused() -> None:
         ({"role": "experts"}, "rule mine selects no linear: the model has 2 layers and the roles query, key, value"),
         ({"names": "donw0"}, r"no weight of a linear is called donw0 \(did you mean down0\?\)"),
         ({"names": "down0", "layers": 1}, "rule mine selects no linear: the model has 2 layers"),
-        ({"role": "down", "layers": 2}, "rule mine: layers 2 are not all there: the model has 2 layers"),
-        ({"role": "down", "layers": "first 3"}, "not all there"),
-        ({"role": "down", "layers": -3}, "not all there"),
+        ({"role": "down", "layers": 2}, "rule mine: layers 2 do not all exist: the model has 2 layers"),
+        ({"role": "down", "layers": "first 3"}, "do not all exist"),
+        ({"role": "down", "layers": -3}, "do not all exist"),
     ],
 )
 def test_a_rule_that_selects_nothing_is_refused(table: dict[str, Any], message: str) -> None:
@@ -168,7 +168,7 @@ def test_formats_that_there_are_not_are_refused() -> None:
         Rules((rule_of("mine", {"role": "down", "weight": "w8_sym_chanel"}),))
     with pytest.raises(UsageError, match=r"rule mine: activation .*int9 is unknown"):
         Rules((rule_of("mine", {"role": "down", "activation": "int9"}),))
-    with pytest.raises(PassError, match="weights in bf16 do not meet activations in int8"):
+    with pytest.raises(PassError, match="weights in bf16 have no kernel for activations in int8"):
         chosen(decoder(), rule_of("mine", {"role": "down", "weight": "bf16"}))
 
 

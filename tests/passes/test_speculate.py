@@ -77,7 +77,7 @@ def test_the_same_formats_change_nothing() -> None:
 
 def test_what_has_no_kernel_is_refused_by_name() -> None:
     quantized = next(graph for graph in graphs("bf16", decoder()) if graph.stage == "quantize")
-    with pytest.raises(PassError, match=r"speculate: node gemm.*mxfp4 do not meet activations in bf16"):
+    with pytest.raises(PassError, match=r"speculate: node gemm.*mxfp4 have no kernel for activations in bf16"):
         apply(Speculate(True, "mxfp4"), quantized)
     for format in ("w3", "mix_4_8"):
         with pytest.raises(UsageError, match=f"no draft has weight format {format}; there are same, f32"):
@@ -187,7 +187,7 @@ def test_sensitive_linears_are_stored_once() -> None:
 
 
 def test_options_of_a_draft_that_a_recipe_does_not_make_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"speculate\.sensitive: recipe w4a8 makes no draft of itself"):
+    with pytest.raises(UsageError, match=r"speculate\.sensitive: recipe w4a8 derives no draft from the model"):
         pipeline.plan(decoder(), recipe="w4a8", options={"speculate.sensitive": "1"})
     pipeline.plan(decoder(), recipe="nested", options={"speculate.sensitive": "0"})
 

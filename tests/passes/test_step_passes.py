@@ -44,7 +44,7 @@ def test_precision_separates_the_head() -> None:
 
 
 def test_precision_refuses_what_has_no_kernel() -> None:
-    with pytest.raises(UsageError, match="qoq_g128 do not meet activations in bf16"):
+    with pytest.raises(UsageError, match="qoq_g128 have no kernel for activations in bf16"):
         AssignPrecision("qoq_g128", "bf16")
     with pytest.raises(UsageError, match="w3 is unknown"):
         AssignPrecision("w3")

@@ -186,7 +186,7 @@ TIMES = {"batch": 1, "context": 32, "plain": 1e-3, "rounds": {"1": 1e-3}}
         (("runtime", "levels"), [PATH_STAGE | {"threshold": "x"}], "threshold is not a number"),
         (("runtime", "levels"), [PATH_STAGE | {"kv": {}}], "kv lacks format"),
         (("tuned",), {"acceptance": 0.5}, "tuned lacks table"),
-        (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"plain": 0.0}]}, "times that none takes"),
+        (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"plain": 0.0}]}, "a time outside 0 to 1e9 seconds"),
         (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"rounds": {"x": 1.0}}]}, "same gammas"),
         (("tuned",), {"acceptance": 0.5, "table": [TIMES | {"rounds": {"0": 1.0}}]}, "same gammas"),
         (("tuned",), {"acceptance": 0.5, "table": [TIMES, TIMES | {"rounds": {"2": 1.0}}]}, "same gammas"),

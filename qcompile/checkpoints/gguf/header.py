@@ -139,7 +139,7 @@ class _Reader:
         for _ in range(entries):
             key = self.name("a metadata key")
             if key in metadata:
-                raise UsageError(f"{self.path} is damaged: metadata {shown(key)} is there twice")
+                raise UsageError(f"{self.path} is damaged: metadata {shown(key)} occurs twice")
             what = f"metadata {shown(key)}"
             metadata[key] = self.value(self.numbers("<I", what)[0], what)
         table = [self.tensor() for _ in range(tensors)]
@@ -215,7 +215,7 @@ class _Reader:
             begin = start + offset
             end = begin + math.prod(shape) // kind.block * kind.size
             if name in places:
-                raise UsageError(f"{self.path} is damaged: tensor {shown(name)} is there twice")
+                raise UsageError(f"{self.path} is damaged: tensor {shown(name)} occurs twice")
             if offset % alignment:
                 raise UsageError(
                     f"{self.path} is damaged: tensor {shown(name)} begins at {offset}, which is not aligned"

@@ -96,7 +96,7 @@ def compressed_tensors(quantization: dict[str, Any]) -> Find:
             raise UnsupportedError(f"{METHOD} checkpoints with a {key} are not read")
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
-        raise UsageError(f"config_groups of the checkpoint's {METHOD} weights say nothing of how they are stored")
+        raise UsageError(f"config_groups of the checkpoint's {METHOD} weights do not say how they are stored")
     schemes = {_scheme(name, group, quantization.get("format")) for name, group in groups.items()}
     if len(schemes) > 1:
         raise UnsupportedError(f"{METHOD} weights are not read where groups differ: {', '.join(groups)}")

@@ -60,7 +60,7 @@ HOSTILE: dict[str, tuple[File, type[QCompileError], str]] = {
     "a list of nothing known": (File(entries=1, more=entry("a", 9, struct.pack("<IQ", 77, 1))), NO, "of type 77"),
     "an unknown type": (File(entries=1, more=entry("a", 13, b"")), BAD, "'a' has type 13, which does not exist"),
     "a key that is no text": (File(entries=1, more=text(b"\xff") + bytes(8)), BAD, "a metadata key is not UTF-8"),
-    "a key twice": (File(ARCH, entries=2, more=entry("general.architecture", 7, b"\1")), BAD, "is there twice"),
+    "a key twice": (File(ARCH, entries=2, more=entry("general.architecture", 7, b"\1")), BAD, "occurs twice"),
     "an odd alignment": (File(ARCH | {"general.alignment": 24}), BAD, "general.alignment is 24"),
     "no alignment": (File(ARCH | {"general.alignment": 0}), BAD, "general.alignment is 0"),
     "an alignment in words": (File(ARCH | {"general.alignment": "32"}), BAD, "general.alignment is '32'"),

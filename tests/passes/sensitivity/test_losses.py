@@ -68,7 +68,7 @@ def test_formats_to_compare() -> None:
     assert "w4_asym_g32" not in {pair.weight for pair in formats_for([], recipe, "h100")}
     for text, message in (
         ("w4_asym_g32", "target h100 has no kernels for it"),
-        ("bf16:int8", "bf16 meets activations in bf16"),
+        ("bf16:int8", "bf16 has kernels for activations in bf16"),
         ("mix_4_8", "its rows differ in bits"),
         ("w9", "weight format w9 is unknown"),
     ):

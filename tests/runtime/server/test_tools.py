@@ -246,7 +246,7 @@ def function(parameters: dict[str, Any]) -> dict[str, Any]:
             "tool_choice: the mode of allowed_tools must",
         ),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools must be a list of functions"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: 'search' is there twice"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: 'search' occurs twice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: not a name: give "),
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type: Input should be 'function'"),
         ({"tools": 5}, "tools: Input should be a valid list"),
