@@ -64,7 +64,7 @@ class Quantize(Pass):
         x, bias = ops.operand(node, "x"), ops.operand(node, "bias")
         weight = ops.operand(node, "weight")
         if not graph.is_weight(weight):
-            raise PassError("quantize", node.name, "the second operand of this linear is not a weight")
+            raise PassError("quantize", node.name, "this linear multiplies by another value, not by a weight")
         packed, format = self._rounded(graph, weight, node.meta["precision"])
         inputs = weight.meta["val"].shape[1]
         kind = activation_format(activation)
