@@ -119,7 +119,7 @@ class LaunchPlan:
     the launch before and the one after verification in a speculation round, `lookup` the n-gram drafts of a round.
     `slot_bytes`: of a sequence's recurrent states, if there are any. `sums`: of a divided model, its ranks, elements of
     the widest sum's row, elements of a chunk, where chunks and gathered logits begin in peer memory, and bytes of the
-    state of exchanges (codegen/gpu/peer_memory.py).
+    state of exchanges (codegen/gpu/peer_memory.py). `hidden`: where final hidden states are (codegen/gpu/hidden.py).
     """
 
     target: Target
@@ -132,6 +132,7 @@ class LaunchPlan:
     lookup: tuple[Launch, ...] = ()
     slot_bytes: int = 0
     sums: Mapping[str, int] = field(default_factory=dict)
+    hidden: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def limits(self) -> SplitLimits:
@@ -205,6 +206,7 @@ class LaunchPlan:
             "lookup": _json_of(self.lookup),
             "text_tokens": TEXT_TOKENS,
             "weights": len(program.weights),
+            "hidden": dict(self.hidden),
             **({"sums": dict(self.sums)} if self.sums else {}),
         }
         return json.dumps(data, sort_keys=True, indent=1) + "\n"

@@ -48,6 +48,7 @@ from qcompile.codegen.gpu.context import PlanContext
 from qcompile.codegen.gpu.fuse import fuse
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
+from qcompile.codegen.gpu.hidden import hidden_of
 from qcompile.codegen.gpu.kv_pages import LEAVES, GpuKV
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.rounds import feedback_launch, follow_launch
@@ -79,9 +80,8 @@ def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool
     context = PlanContext(program, kvs, split, target, inline_asm)
     launches = tuple(launch for call in program.calls for launch in launches_of(context, call))
     around = (feedback_launch(),), (follow_launch(),)
-    return LaunchPlan(
-        target, kvs, split, launches, *around, slot_bytes=program.states.slot_bytes, sums=sums_of(context)
-    )
+    facts: dict[str, Any] = {"sums": sums_of(context), "hidden": hidden_of(context)}
+    return LaunchPlan(target, kvs, split, launches, *around, slot_bytes=program.states.slot_bytes, **facts)
 
 
 def launches_of(context: PlanContext, call: Call) -> tuple[Launch, ...]:

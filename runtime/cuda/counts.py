@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Counts = dict[str, int]
-PARTS = "whole", "before masks", "from masks on"
+PARTS = "whole", "before masks", "from masks on", "before the head"
 """Parts of a step that are launched together."""
 MIN_PAGES = 8
 """Fewest pages to which those of the longest context are rounded up in the counts of a step."""

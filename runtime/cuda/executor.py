@@ -17,8 +17,9 @@ from qcompile.artifact.abi import GPU_ABI
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime.cuda.counts import Counts, attention_counts
 from qcompile.runtime.cuda.driver import Driver, LaunchCall
+from qcompile.runtime.cuda.hidden import read_hidden, why_not
 from qcompile.runtime.cuda.inputs import StepInputs
-from qcompile.runtime.cuda.launching import Addresses, Launcher
+from qcompile.runtime.cuda.launching import BEFORE_HEAD, Addresses, Launcher
 from qcompile.runtime.cuda.masks import DeviceMasks
 from qcompile.runtime.cuda.memory import MOST_DECODED, DeviceMemory, PinnedNumbers
 from qcompile.runtime.cuda.plans import OtherRanks
@@ -41,7 +42,6 @@ class CudaExecutor:
     """
 
     threads, samples, asks_for_masks, overlaps, embed_width = 0, True, False, True, 0
-    hidden: HiddenStates | str = "kernels of GPUs do not return them: build for a CPU"
     copies: SlotCopies | None = None
 
     def __init__(
@@ -61,6 +61,7 @@ class CudaExecutor:
             raise UsageError(f"{limits.max_tokens} rows a step, the artifact's kernels take {plan['most_rows']}")
         self.driver, self.plan, self.limits, self.kv_pages = driver, plan, limits, kv_pages
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
+        self.hidden: HiddenStates | str = why_not(plan) or HiddenStates(plan["hidden"]["width"], self._step_hidden)
         self.state_slots = limits.slots if plan["slot_bytes"] else 0
         self.memory = DeviceMemory(driver, plan, limits, kv_pages)
         # A draft path computes the last certain position again in a round (runtime/cuda/speculate.py).
@@ -191,6 +192,12 @@ class CudaExecutor:
             size = 4 * self.limits.vocab * outputs
             self.driver.download(self._logits.ctypes.data, self.memory.results["logits"], size, pinned=False)
         return self._fetch("argmax", outputs, last=True)(), self._logits[:outputs] if logits else None
+
+    def _step_hidden(self, sequences: Sequence[Rows]) -> FloatArray:
+        """Run one step up to the output head. Returns the hidden states [outputs, width] of the output rows."""
+        counts = self.fill(sequences)
+        self.launcher.run_part(counts, False, BEFORE_HEAD, 1)
+        return read_hidden(self.driver, self.memory, self.plan["hidden"], counts["outputs"])
 
     def decode(self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()) -> list[int]:
         """`steps` tokens for each sequence (one row each), fed back on the GPU.

@@ -14,7 +14,7 @@ from qcompile.runtime.cuda.memory import DeviceMemory
 from qcompile.runtime.cuda.profile import LaunchTimes
 
 _MAX_GRAPHS = 64
-_WHOLE, _BEFORE_MASKS, _FROM_MASKS = PARTS
+_WHOLE, _BEFORE_MASKS, _FROM_MASKS, BEFORE_HEAD = PARTS
 Addresses = Mapping[tuple[str, str], int]
 """Addresses by kind and name of an operand (codegen/gpu/operands.py)."""
 
@@ -105,6 +105,8 @@ class Launcher:
     def _launches(self, feed_back: bool, part: str) -> list[dict[str, Any]]:
         """The launches of a part of a step."""
         launches: list[dict[str, Any]] = self._plan["launches"]
+        if part == BEFORE_HEAD:
+            return launches[: [launch["name"] for launch in launches].index(self._plan["hidden"]["before"])]
         first = next((i for i, launch in enumerate(launches) if launch["by"] == "masked"), len(launches))
         if part == _BEFORE_MASKS:
             return launches[:first]

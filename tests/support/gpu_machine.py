@@ -138,7 +138,7 @@ class Machine:
     """A decoder compiled by a recipe for a GPU, opened here with its drafts if it has some.
 
     Decode attention takes programs of whole splits, if not `fine`: those of leaves, whose bits are the same, take twice
-    the time here.
+    the time here. `how`: more arguments of `pipeline.plan`.
     """
 
     def __init__(
@@ -150,12 +150,13 @@ class Machine:
         split: int = 64,
         drafts: Sequence[Any] = (),
         fine: bool = False,
+        **how: Any,
     ) -> None:
         launching.LaunchCall = HostLaunch  # type: ignore[assignment, misc]
         # One page behind the last shows that programs of nothing write nothing, in less time than seven.
         counts.MIN_PAGES = inputs.MIN_PAGES = 2
         self.driver = HostDriver()
-        planned = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts)
+        planned = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts, **how)
         kv = planned.program.kv
         sizes = max_tokens, planned.program.vocab_size, kv.page_tokens, planned.program.max_position
         self.limits = Limits(*sizes, kv.ring_tokens, slots=8)
