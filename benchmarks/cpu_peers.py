@@ -54,7 +54,7 @@ def measure(arguments: argparse.Namespace, artifacts: dict[str, Path]) -> dict[s
 
 
 def medians(runs: list[dict[str, Any]], steps: set[int]) -> dict[Key, float]:
-    """Median tokens/s by type, threads and test; steps of so many tokens are verifyN, whoever ran them."""
+    """Median tokens/s by type, threads and test; steps of N tokens are verifyN, whoever ran them."""
     samples: dict[Key, list[float]] = {}
     for run in runs:
         test = re.sub(
@@ -72,7 +72,7 @@ def bandwidth(ceilings: list[dict[str, Any]], threads: int) -> float:
 def judge(
     found: dict[str, Any], artifacts: dict[str, Path], threads: list[int], tg: int, steps: set[int]
 ) -> list[dict[str, Any]]:
-    """For each recipe and thread count: share of bandwidth, ratio to each peer, cost of `steps` of so many tokens."""
+    """For each recipe and thread count: share of bandwidth, ratio to each peer, cost of a step by its tokens."""
     speed = medians(found["runs"], steps)
     ours = {f"qcompile {recipe}": streamed_bytes(path) for recipe, path in artifacts.items()}
     peers = sorted({kind for kind, _, _ in speed} - set(ours))

@@ -4,8 +4,8 @@
 
 Tokens per second of decoding 128 tokens of each prompt, one prompt at a time: medians of the rounds, in which recipes,
 options, gammas and ways take turns. "python" draws each token in runtime/sampling/sampling.py, the way of options that
-the library does not have. `differing` counts tokens that are not Python's without drafts, or whose log probabilities
-differ by more than 1e-11.
+the library does not have. `differing` counts tokens that are not Python's without drafts, and those with log
+probabilities that differ by more than 1e-11.
 """
 
 from __future__ import annotations

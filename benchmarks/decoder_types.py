@@ -163,7 +163,7 @@ def write_table(rows: dict[str, Row]) -> None:
         "Rows by commit: "
         + ", ".join(f"{count} of {by}" for by, count in Counter(row["made"] for row in rows.values()).items())
         + ".",
-        "Written by `python benchmarks/decoder_types.py`, whose first lines say what the rows are.",
+        "Written by `python benchmarks/decoder_types.py`; its first lines say what the rows are.",
         "",
         "| type | outcome | error | decode | cache | seconds |",
         "|---|---|---|---|---|---|",

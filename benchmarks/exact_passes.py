@@ -40,7 +40,7 @@ ROTATED = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "granite", "phi3"),
     *("smollm3", "starcoder2", "opt", "gpt_neox"),
 )
-"""Model types whose residual stream must turn as a whole."""
+"""Model types with a residual stream that must be rotated as a whole."""
 
 NORMS_ON_THE_STREAM = ("opt, narrow embeddings",)
 """Of these types, but with norms behind the additions: no rotation passes them, and the notes say so."""
@@ -119,7 +119,7 @@ def page(rows: dict[str, Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[""], metavar="TEXT", help="rows whose name has TEXT in it")
+    parser.add_argument("--only", nargs="*", default=[""], metavar="TEXT", help="rows with TEXT in their name")
     given = parser.parse_args(arguments)
     chosen = [entry for entry in FAMILIES if any(text in entry[0] for text in given.only)]
     rows = {}

@@ -3,10 +3,10 @@
     python benchmarks/exports.py --engine PYTHON [--model CHECKPOINT] [--cases w4a16:compressed-tensors,...]
 
 PYTHON is the interpreter of an environment with transformers, compressed-tensors and torch; `--prompts` a file of
-prompts. Each case builds an
-artifact, exports it, and compares logits at every position of the sample prompts: those of the artifact's graph, whose
-activations and cache are not rounded (the checkpoint has only weights), with those of the engine. Where the engine has
-no reader (GPTQ, AWQ), it gets the numbers that qcompile's reader finds in the file. A case passes if logits differ by
+prompts. Each case builds an artifact, exports it, and compares logits at every position of the sample prompts: those of
+the artifact's graph with those of the engine. The graph rounds neither activations nor cache, since the checkpoint has
+only weights. Where the engine has no reader (GPTQ, AWQ), it gets the numbers that qcompile's reader finds in the file.
+A case passes if logits differ by
 at most 2 % of the largest, and the most likely token is the same wherever it leads by more than 0.01.
 """
 

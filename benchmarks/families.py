@@ -6,7 +6,7 @@ Each row is right, refused (with the reason), or WRONG. Right means: logits with
 57 tokens and batches of 1 and 2; tokens fed one at a time after 1, 8, 17 and 47 give the logits of one pass within
 2e-4; and greedy choices are transformers' own wherever its best two logits lie more than 1e-3 apart. Weights are
 random, norms and biases too. Results are written after every row, to results/families.json and families.md; `--only`
-does rows whose name has TEXT in it again, `--resume` those that are missing. The exit code is 4 if a row is wrong.
+repeats rows with TEXT in their name, `--resume` makes those that are missing. The exit code is 4 if a row is wrong.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Row = dict[str, Any]
 def auto_class(kind: str) -> Any:
     """transformers' class that makes models of the type `kind`, and reads them back.
 
-    Some causal models take only the configuration of the text part, whose own type is in no map, so that nothing reads
-    their checkpoints: the type is then that of its image-and-text model.
+    Some causal models take only the configuration of the text part. Its own type is in no map, so that nothing reads
+    their checkpoints: the class is then that of the image-and-text model.
     """
     import transformers
     from transformers.models.auto import modeling_auto as auto
@@ -191,7 +191,7 @@ def write(rows: dict[str, Row]) -> None:
         "",
         f"{len(rows)} configurations of {len(kinds)} model types of transformers {facts['transformers']}: "
         f"{counts['right']} right ({len(right)} types), {counts['refused']} refused, {counts['WRONG']} wrong.",
-        "Written by `python benchmarks/families.py`, whose first lines say what right means.",
+        "Written by `python benchmarks/families.py`; its first lines say what right means.",
         "Errors are the largest absolute differences of logits: from transformers, and of decoding from one pass.",
         "",
         "| family | type | outcome | error | decode | passes fired | seconds |",

@@ -53,7 +53,7 @@ def own_perplexity(artifact: Path, text: str) -> float:
 
 
 def peer_perplexity(programs: Path, file: Path, text: Path) -> float:
-    """What llama-perplexity prints. Without its repacked weights, whose kernels some processors with AMX cannot run."""
+    """What llama-perplexity prints. Weights are not repacked: some processors with AMX cannot run kernels for that."""
     command = [programs / "llama-perplexity", "-m", file, "-f", text, "-c", str(WINDOW), "--no-repack"]
     ended = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
     found = re.search(r"Final estimate: PPL = ([\d.]+)", ended.stdout + ended.stderr)

@@ -58,7 +58,7 @@ def limits_of(kv: GpuKV) -> SplitLimits:
 
 
 def specs_for(format: str, queries: int, **more: Any) -> dict[str, AttentionSpec]:
-    """The kernels for so many query positions a sequence, by how much work there is; "whole" and "far" (of more than
+    """The kernels for `queries` positions a sequence, by how much work there is; "whole" and "far" (of more than
     NEAR_SPLITS splits) are those of prompts."""
     kv = GpuKV(format, KV_HEADS, DIM)
     base = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, split=tiles.split_positions(kv))
@@ -351,7 +351,7 @@ def more_scores(formats: Iterable[str], cases: Iterable[tuple[int, int]]) -> lis
 
 
 def rows_that_differ(cache: Cache, format: str, **more: Any) -> int:
-    """Rows of five queries whose bits depend on how attention is cut, or on how many queries a step has."""
+    """Rows of five queries with bits that depend on how attention is cut, or on how many queries a step has."""
     five = Problem(cache, 5)
     outputs = []
     prompts = specs_for(format, 512, **more)
@@ -422,7 +422,7 @@ def main() -> None:
                 differ = rows_that_differ(cache, format)
                 row = {"batch": batch, "context": context, "format": format, "rows_that_differ": differ}
                 results["bits"].append(row)
-                print(f"{batch:3} {context:7} {format:5} rows whose bits differ: {differ}", flush=True)
+                print(f"{batch:3} {context:7} {format:5} rows with different bits: {differ}", flush=True)
             del cache
             torch.cuda.empty_cache()
             for path in paths:

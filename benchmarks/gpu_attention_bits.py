@@ -124,7 +124,7 @@ def name_of(spec: AttentionSpec) -> str:
 
 
 def bits(format: str, heads: str, scores: str) -> dict[str, Any]:
-    """Rows whose bits differ from those of the kernel of the fewest rows, and rows written that were not asked for."""
+    """Rows with other bits than the kernel of the fewest rows gives, and rows written that were not asked for."""
     first, *others = kernels(format, heads, **SCORES[scores])
     cache = Cache(first.kv, len(UNEVEN), 9024)
     step = Step(cache, UNEVEN, first.heads)
@@ -200,7 +200,7 @@ def main() -> None:
     for path in sys.argv[1:]:
         Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     wrong = [row for row in results["bits"] if any(row["kernels"].values())]
-    print(f"{len(results['bits'])} cases, {len(wrong)} whose bits differ")
+    print(f"{len(results['bits'])} cases, {len(wrong)} with different bits")
     sys.exit(1 if wrong else 0)
 
 

@@ -27,12 +27,12 @@ from qcompile.formats.registry import weight_format
 from qcompile.runtime.cuda.driver import LaunchCall, driver
 
 ROTATED_BYTES = 5 * 64 * 2**20
-"""Weights are rotated through so many bytes: more than five times the L2 of any target."""
+"""Bytes through which weights are rotated: more than five times the L2 of any target."""
 
 REPLAYS = 25
 WIDE_SHARE = 10
 LAUNCHES = 64
-"""At least so many in a graph, so that what a replay costs by itself does not count."""
+"""Fewest launches in a graph, so that what a replay costs by itself does not count."""
 
 Launch = Callable[[], object]
 
@@ -55,7 +55,7 @@ def facts() -> dict[str, Any]:
 
 
 def this_target() -> str:
-    """The target's name for this GPU: whose name it bears, or else the first of its capability."""
+    """The name of the target for this GPU: the one in the GPU's name, or else the first with its capability."""
     properties = torch.cuda.get_device_properties(0)
     fit = [t for t in targets.TARGETS.values() if t.capability == 10 * properties.major + properties.minor]
     return next((t.name for t in fit if t.name.upper() in properties.name.upper()), fit[0].name)
@@ -92,7 +92,7 @@ def launch(kernel: Kernel, capability: int, grid: Sequence[int], given: Mapping[
 
 
 def graph_us(launches: Sequence[Launch], replays: int = REPLAYS, least: int = LAUNCHES) -> float:
-    """Median microseconds per launch of a CUDA graph that holds `launches` in order, at `least` so many launches."""
+    """Median microseconds per launch of a CUDA graph that repeats `launches` in order, `least` launches or more."""
     _use_stream()
     launches[0]()
     torch.cuda.synchronize()
@@ -116,7 +116,7 @@ def graph_us(launches: Sequence[Launch], replays: int = REPLAYS, least: int = LA
 def spec_for(
     format: str, n: int, k: int, tokens: int, x_groups: bool = False, tile: Tile | None = None
 ) -> gpu.KernelSpec:
-    """The kernel for so many rows of x, cut as codegen/gpu/gemm/tiles.py has it, or by `tile`.
+    """The kernel for `tokens` rows of x, with the tile that codegen/gpu/gemm/tiles.py chooses, or with `tile`.
 
     In mix_4_8 a WIDE_SHAREth of rows is wide. Raises UnsupportedError where the tile does not divide the weight.
     """

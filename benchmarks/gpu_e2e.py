@@ -108,7 +108,7 @@ BATCHES = (1, 8, 16, 32, 64)
 
 
 def empty_checkpoint(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
-    """A checkpoint of the configuration whose weights are a hole in the disk."""
+    """A checkpoint of the configuration, with zeros as weights in sparse files, which take no disk."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     (folder / "config.json").write_text(json.dumps(config))
@@ -177,8 +177,8 @@ class Opened:
 def open_random(
     recipe: str, folder: Path, tokens: int, context: int = 8192, rows: int = STEP_TOKENS["cuda"], slots: int = 0
 ) -> Opened:
-    """`recipe` for the checkpoint, with pages for so many `tokens` in sequences of at most `context`, and `slots` of
-    recurrent states if it has any."""
+    """`recipe` for the checkpoint, with pages for `tokens` tokens in sequences of at most `context`, and `slots` slots
+    of recurrent states if it has any."""
     machine = targets.get_target(this_target())
     started = time.perf_counter()
     found = pipeline.plan(folder, target=machine.name, recipe=recipe)
@@ -224,7 +224,7 @@ def open_random(
 
 
 def sequences(executor: CudaExecutor, batch: int, context: int, room: int) -> list[Rows]:
-    """One row each of `batch` sequences with so many tokens behind it, and pages for `room` more."""
+    """One row each of `batch` sequences, after `context` tokens, and pages for `room` more."""
     each = executor.limits.pages_for(context + room)
     return [Rows([100 + i], context, range(i * each, (i + 1) * each), 1, slot=i) for i in range(batch)]
 

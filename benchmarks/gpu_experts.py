@@ -5,8 +5,8 @@
 Kernels have the shapes of Qwen3-30B-A3B with 16 experts, 8 of them for a token: `error` is relative over all outputs,
 which begin as NaN, of 1, 3, 17 and 512 tokens; `different_bits` are outputs of one kind of program that differ from
 another's, or from those of the token alone. Models are random ones of families that have experts, some with
-attention sinks: `error` is that of logits against the CPU's artifact of the same recipe (its median row: a token whose
-scores nearly tie may go to another expert), `different_bits` are logits in chunks that differ from those of one step.
+attention sinks: `error` is that of logits against the CPU's artifact of the same recipe (its median row: where scores
+nearly tie, a token may get another expert), `different_bits` are logits in chunks that differ from those of one step.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ CHUNKS = (1, 2, 5, 16, 17, 40)
 
 
 def spec_of(format: str, rows: int, k: int, by_slot: bool, gated: str, tokens: int) -> gemm.KernelSpec:
-    """The kernel of a program of so many tokens, as plans have it."""
+    """The kernel of a program of `tokens` tokens, as plans have it."""
     width = rows // 2 if gated else rows
     experts = gemm.Experts(EXPERTS, SLOTS, by_slot, SLOTS * width, STRIDE)
     options: dict[str, Any] = {"out": "f32", "width": width, "gated": gated, "experts": experts}
@@ -142,7 +142,7 @@ def outputs(spec: gemm.KernelSpec, packed: dict[str, Tensor], x: list[Tensor], i
 
 
 def check_gemms() -> list[dict[str, Any]]:
-    """Errors of each format and shape, and outputs whose bits depend on the program or on who shares a step."""
+    """Errors of each format and shape, and outputs with bits that depend on the program or on a step's other tokens."""
     found = []
     for format, (packing, activation) in FORMATS.items():
         number_format = packing.removesuffix("_int8")
@@ -211,7 +211,7 @@ def check_router() -> list[dict[str, Any]]:
         run(route_spec().kernel(90), (tokens, 1, 1), x0=scores[0], out1=index, out3=factor)
         soft = torch.softmax(scores[0].double(), -1)
         picked = soft.gather(1, index[:, :SLOTS].long())
-        # Of two experts whose shares of 1 are equal in float32 either is the better one.
+        # Of two experts with probabilities that are equal in float32, either may be chosen.
         short = (soft.topk(SLOTS).values - picked).abs().max()
         want = picked / picked.sum(-1, keepdim=True)
         worst["route"] = max(worst["route"], float((factor[:, :SLOTS] - want).norm() / want.norm()), float(short))

@@ -4,9 +4,9 @@
 
 A row is right where its logits lie as near to transformers' as those of the CPU's artifact of the same recipe do, up
 to a factor of OVER_CPU, and no bit of them differs between one step and steps of 1, 2, 5, 17 and 40 tokens, nor from
-those of a sequence alone. How near is the median position's distance relative to its norm: of experts whose scores
-nearly tie another one may be asked, in a position or two. Weights are random, norms and biases too. Builds go on beside
-each other, a core for each. The exit code is 4 if a row is wrong.
+those of a sequence alone. The distance is that of the median position, relative to its norm: where the scores of two
+experts nearly tie, another expert may be chosen, in a position or two. Weights are random, norms and biases too. Builds
+run side by side, a core for each. The exit code is 4 if a row is wrong.
 """
 
 from __future__ import annotations

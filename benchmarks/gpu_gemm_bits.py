@@ -29,9 +29,9 @@ from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.gemm.tiles import choose_batch_invariant
 
 FORMATS = {"bf16": False, "w4_asym_g128": False, "mxfp4": False, "w4_asym_g128_int8": True, "nested_8_4": True}
-"""Formats whose sums are floats, and whether activations have scales in groups of 128."""
+"""Formats with sums of floats, and whether activations have scales in groups of 128."""
 INTEGERS = dict.fromkeys(("qoq_g128", "qoq_channel", "w8_sym_channel"), False)
-"""The same for formats whose sums are integers, which have tiles of 256 tokens."""
+"""The same for formats with sums of integers, which have tiles of 256 tokens."""
 SHAPES = ((6144, 4096), (4096, 4096), (4096, 11008), (14336, 4096), (22016, 2048))
 EPILOGUES: dict[str, dict[str, Any]] = {
     "plain": {"out": "bf16"},
@@ -43,7 +43,7 @@ ROWS = (64, 129, 256, 300, 512, 2051, 8192)
 
 
 def spec_of(format: str, n: int, k: int, epilogue: str, rows: int) -> KernelSpec:
-    """The kernel for a step of so many rows."""
+    """The kernel for a step of `rows` rows."""
     more = dict(EPILOGUES[epilogue])
     if "gated" in more:
         more["width"] = n // 2

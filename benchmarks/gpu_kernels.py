@@ -47,7 +47,7 @@ FORMATS: Formats = (
 TOKENS = tuple(2**i for i in range(13))
 TABLE = (1, 16, 64, 256, 1024, 4096)
 STEPS = (32, 64, 500)
-"""Numbers of rows past the decode class whose kernels are compared with it bit by bit."""
+"""Numbers of rows past the decode class: their kernels are compared with those of the class bit by bit."""
 MOST_ERROR = 4e-3
 """Rounding to bf16 alone is worth 1.7e-3; rounding a scaled 4-bit weight to bf16 as much again."""
 
@@ -123,7 +123,7 @@ def check(problem: Problem, spec: KernelSpec, tokens: int) -> float:
 
 
 def rows_that_depend_on_m(problem: Problem) -> int:
-    """Outputs that differ in any bit between M = 16 and another M, by the kernels that steps of so many rows run."""
+    """Outputs that differ in any bit between M = 16 and another M, each by the kernel that a step of M rows runs."""
     x = problem.activations(max(STEPS))
     whole = _product(problem, [t[:DECODE_TOKENS].contiguous() for t in x])
     found = 0
@@ -141,13 +141,13 @@ def _product(problem: Problem, x: list[torch.Tensor]) -> torch.Tensor:
 
 
 def step_spec(format: str, n: int, k: int, tokens: int, x_groups: bool) -> KernelSpec:
-    """The batch-invariant kernel that a step of so many rows runs: floats are summed as in the decode class."""
+    """The batch-invariant kernel that a step of `tokens` rows runs: floats are summed as in the decode class."""
     spec = spec_for(format, n, k, tokens, x_groups)
     return replace(spec, tile=choose_batch_invariant(format, spec.n, k, tokens))
 
 
 def measured_spec(format: str, n: int, k: int, tokens: int, x_groups: bool) -> KernelSpec:
-    """The kernel whose time is taken."""
+    """The kernel that is timed."""
     return (spec_for if (n, k) in SHAPES else step_spec)(format, n, k, tokens, x_groups)
 
 

@@ -1,4 +1,4 @@
-"""Attention over latents on this GPU: kernels beside the bytes that they read, and whole models whose bits must agree.
+"""Attention over latents on this GPU: kernels beside the bytes that they read, and checks of the bits of whole models.
 
     python benchmarks/gpu_latent.py [out.json] [--parts=kernels,models] [--formats=kv16,...]
     python benchmarks/gpu_latent.py [out.json] --parts=splits   times by the positions of a split
@@ -171,7 +171,7 @@ def compiled_kernels(splits: Sequence[int], formats: Sequence[str]) -> None:
 
 
 def checked(format: str, heads: int) -> Row:
-    """How far a step is from float64, and numbers whose bits differ from those of a prompt's kernel or of one row."""
+    """How far a step is from float64, and numbers with other bits than by a prompt's kernel or in a step of one row."""
     torch.manual_seed(0)
     problem = Problem(Cache(format, 2, 1500, 1), heads, QUERIES)
     found, whole = problem.run(), problem.run(whole=True)

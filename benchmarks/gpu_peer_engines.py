@@ -25,7 +25,7 @@ STEP_ROWS = 8192
 ROOM = 1600
 """Tokens of each sequence that qcompile's cache has room for; vLLM takes what the GPU has left."""
 PROFILED = ((1, 1024), (64, 1024))
-"""Batch and context of the steps whose kernels are timed."""
+"""Batch and context of the steps in which each kernel is timed."""
 
 VLLM_SCHEMES: dict[str, dict[str, Any]] = {
     "bf16": {},

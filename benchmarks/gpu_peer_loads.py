@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 FIRST_TOKEN, LAST_TOKEN = 10, 30_000
 """Prompts are drawn from these tokens, which every vocabulary here has."""
 DECODED = (33, 289)
-"""Output tokens of the two runs whose difference is the time of decoding: prompts and start are subtracted."""
+"""Output tokens of two runs. The difference of their times is the time of decoding, without prompts and start."""
 TRACE_REQUESTS = 256
 TRACE_PROMPTS, TRACE_OUTPUTS = (64, 2048), (64, 512)
 """Ranges of lengths in a trace; logarithms of lengths are uniform."""

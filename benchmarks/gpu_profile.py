@@ -31,7 +31,7 @@ SHOWN = 0.01
 
 
 def shape(model: str, layers: int) -> dict[str, Any]:
-    """The configuration of a model, with so many layers."""
+    """The configuration of a model, with `layers` layers."""
     config = MODELS[model] | {"num_hidden_layers": layers, "max_position_embeddings": 1 << 15}
     return config | ({"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {})
 

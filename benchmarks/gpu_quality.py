@@ -5,10 +5,10 @@
 
 A recipe may be followed by drafts, as in ml-specqd+other+lookup; `other` is the model given as --draft. With prompts,
 recipes that draft generate 128 tokens of each with every gamma, 48 at a time; `differing` counts tokens that are not
-plain decoding's. `invariance` counts requests whose tokens or log probabilities differ, in any bit, between alone and
-in 200 random batches of 1 to 32 in which drafts are of random gammas. `different_bits` counts logits of four sequences'
-last nine rows against each row computed alone: in steps of so many rows, as a batch, by the kernels of long steps, and
-anew from the first position on, 400 rows a step where they were 512.
+plain decoding's. `invariance` counts requests with tokens or log probabilities that differ, in any bit, between alone
+and in 200 random batches of 1 to 32 in which drafts are of random gammas. `different_bits` compares logits of four
+sequences' last nine rows with each row computed alone: in steps of 2 to 9 rows, as a batch, by the kernels of long
+steps, and again from the first position on, with 400 rows a step in place of 512.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _differing(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def invariance(llm: qcompile.LLM, prompts: list[str]) -> dict[str, int]:
-    """Requests whose results changed in random batches."""
+    """Requests with results that changed in random batches."""
     make = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=FEW_TOKENS, logprobs=1)
     llm.engine.speculation.gamma = 0

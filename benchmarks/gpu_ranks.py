@@ -3,7 +3,7 @@
     python benchmarks/gpu_ranks.py [--model llama-3-8b] [--recipe qserve] [--ranks 1 2] [--layers 2 8] [--out FILE]
 
 Weights are random, and of the same numbers for all counts of GPUs. All runs are in one process, one after another.
-`decode_ms` is the time of a step of so many sequences with 1,024 tokens behind them. `prompt_seconds` is the time to
+`decode_ms` is the time of a step by its number of sequences, after 1,024 tokens each. `prompt_seconds` is the time to
 the first token of a prompt. With several numbers of layers, `of_all_layers` has the times of the whole model on the
 line through those of the fewest and the most layers. `alone`: whether the tokens of each sequence are the same without
 its neighbours; `agree`: the share of tokens, up to the first that differs, on which the divided model agrees with the
@@ -127,7 +127,7 @@ def rows_of(folder: Path, recipe: str, counts: Sequence[int], place: Path) -> li
 
 @contextmanager
 def opened(model: Path, recipe: str, ranks: int, out: Path) -> Iterator[tuple[Any, float]]:
-    """The model on so many GPUs, and the seconds that its build took."""
+    """The model on `ranks` GPUs, and the seconds that its build took."""
     started = time.perf_counter()
     qcompile.build(model, out, target=this_target(), recipe=recipe, options={"shard.ranks": str(ranks)})
     built = time.perf_counter() - started

@@ -148,8 +148,7 @@ def _told(output: RequestOutput) -> list[Told]:
 
 
 def _differing(a: list[list[Told]], b: list[list[Told]], most: float = 0.0) -> int:
-    """Tokens of equal place that differ, or whose log probabilities do by more than `most`; and those that only one
-    has."""
+    """Places in which tokens differ, or their log probabilities by more than `most`; and tokens that only one has."""
     pairs = list(zip(a, b, strict=True))
     unequal = sum(not _equal(x, y, most) for pair in pairs for x, y in zip(*pair, strict=False))
     return unequal + sum(abs(len(x) - len(y)) for x, y in pairs)

@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_serving.py [out.json] [--recipes=qserve,...] [--batches=1,8,64,256]
 
-So many requests at once, two after each other in each place, have prompts of 16 tokens and 512 tokens of output, whose
-text is decoded. "executor" is the same decoding without any of the host's work, at the mean context; "waiting" is
+A batch is a number of places: in each place, two requests run one after the other. Requests have prompts of 16 tokens
+and 512 tokens of output, and the output's text is decoded. "executor" is the same decoding without any of the host's
+work, at the mean context; "waiting" is
 `generate` where the host waits for each step before it does anything else; "http" streams to clients of another
 process, each with its own connection. "varied" are two requests for each place of 16 to 300 tokens and 64 to 512
 tokens of output, so that one ends and another begins every few steps; tokens of output count.
@@ -34,7 +35,7 @@ Work = list[tuple[list[int], int]]
 
 
 def workload(batch: int, varied: bool) -> Work:
-    """The requests for so many places."""
+    """The requests for `batch` places."""
     if not varied:
         return [([1 + i % batch, 2 + i // batch, *range(3, 1 + PROMPT)], OUTPUT) for i in range(ROUNDS * batch)]
     draw = random.Random(batch)
@@ -62,7 +63,7 @@ async def ask(port: int, work: Work, found: list[float]) -> None:
 
 
 async def client(port: int, batch: int) -> dict[str, float]:
-    """Tokens per second of so many clients, and their median time to the first token."""
+    """Tokens per second of `batch` clients, and their median time to the first token."""
     results = {}
     for name, varied in (("", False), ("http", False), ("http_varied", True)):  # the first time is a rehearsal
         work, found = workload(batch, varied), list[float]()

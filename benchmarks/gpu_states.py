@@ -1,4 +1,4 @@
-"""Recurrent states on this GPU: kernels beside copies of as many bytes, and whole models whose bits must agree.
+"""Recurrent states on this GPU: kernels beside copies of as many bytes, and checks of the bits of whole models.
 
     python benchmarks/gpu_states.py [out.json] [--parts=kernels,models]
     python benchmarks/gpu_states.py [out.json] --parts=tiles   times of recurrences by numbers of a program's tile
@@ -126,7 +126,7 @@ class Layer:
         return given["out"]
 
     def settle(self, positions: int) -> None:
-        """Let every slot have a state of so many positions."""
+        """Let every slot have a state after `positions` positions."""
         start, end = self.spec.layer.places[:2]
         self.states[:, start:end] = positions
 
@@ -139,7 +139,7 @@ def _capability() -> int:
 
 
 def checked(name: str) -> Row:
-    """How far a text's results are from the reference in float64, and rows whose bits depend on how it is cut."""
+    """How far a text's results are from the reference in float64, and rows with bits that depend on how it is cut."""
     torch.manual_seed(0)
     layer = Layer(SHAPES[name], 4)
     layer.states.fill_(float("nan"))
@@ -318,7 +318,7 @@ def build(model: str, how: str, folder: Path) -> Path:
 
 
 def steps_that_differ(llm: Any) -> int:
-    """Rows whose logits differ from those of a whole text, in random steps over texts that start again and again.
+    """Rows with other logits than in one step of the whole text, in random steps over texts that start again and again.
 
     In between, steps with drafts that are rejected, all but their first row.
     """
@@ -352,7 +352,7 @@ def steps_that_differ(llm: Any) -> int:
 
 
 def tokens_of(artifact: Path, gamma: int) -> tuple[list[list[int]], list[float], float]:
-    """Greedy continuations of random prompts with so many drafts a round; acceptance rates, and seconds."""
+    """Greedy continuations of random prompts with `gamma` drafts a round; acceptance rates, and seconds."""
     make = random.Random(4)
     prompts = [[make.randrange(VOCAB) for _ in range(make.randrange(1, 60))] for _ in range(64)]
     with qcompile.load(artifact, gamma=gamma, kv_cache_bytes=1 << 28) as llm:

@@ -97,7 +97,7 @@ class Group:
 
 
 def sum_row(group: Group, rows: int, width: int) -> dict[str, Any]:
-    """Times of the ways to sum so many rows, whose results are checked."""
+    """Times of the ways to sum `rows` rows; their results are checked."""
     torch.manual_seed(rows + width)
     xs = [torch.randn(rows, width) for _ in range(group.ranks)]
     other = torch.randn(rows, width)

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_tune.py out.json [format ...]
 
-The fastest is also printed as an entry of codegen/gpu/gemm/tiles_h200.json. Of the largest class, whose kernels serve
-any larger M, M of LARGE are measured, few candidates, and beside them torch's product of int8 matrices (cuBLAS).
+The fastest is also printed as an entry of codegen/gpu/gemm/tiles_h200.json. The kernels of the largest class serve any
+larger M: they are measured at each M of LARGE, with few candidates, beside torch's product of int8 matrices (cuBLAS).
 """
 
 from __future__ import annotations

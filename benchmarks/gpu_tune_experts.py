@@ -104,7 +104,7 @@ def specs_of(job: Job) -> list[KernelSpec]:
     format, weight, tokens = job
     k = gpu_packing(FORMATS[format][0]).padded_inputs(weight.k)
     found = [spec_of(format, weight, tiles.choose_for_experts(format, weight.rows, k, tokens, TUNED_ON))]
-    floats = found[0].layout.float_x  # whose sums are as exact as the tensor cores' instruction, which goes by the tile
+    floats = found[0].layout.float_x  # sums are as exact as the tensor cores' instruction, which depends on the tile
     for tile in candidates(format, k, tokens):
         fitted = tiles.fit_tile(format, weight.rows, k, tile, TUNED_ON)
         if fitted is None or (floats and (tile.rows < 64 or tile.warps % 4)):
@@ -127,7 +127,7 @@ def compile_one(spec: KernelSpec) -> int | None:
 
 
 def chosen(weight: Weight, tokens: int, step: int) -> dict[str, Tensor]:
-    """Experts of so many rows, and their slots in order; `step` rows of one after another have others' experts."""
+    """Experts of `tokens` rows, and their slots in order; each `step` has other experts than the one before."""
     index = torch.full((tokens, STRIDE), 1 << 20, dtype=torch.int32, device="cuda")
     if tokens * weight.slots <= weight.experts:  # all others
         order = torch.randperm(weight.experts, device="cuda").roll(-step * weight.slots * tokens)
@@ -150,7 +150,7 @@ def ordered(weight: Weight, index: Tensor, tokens: int) -> tuple[dict[str, Tenso
 
 
 class Problem:
-    """Weights of a format, and steps of so many rows each to multiply them with."""
+    """Weights of a format, and steps of activations to multiply them by."""
 
     def __init__(self, format: str, weight: Weight) -> None:
         packing, self.activation = FORMATS[format]

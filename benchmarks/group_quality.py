@@ -28,11 +28,11 @@ ROWS = {
 }
 """Formats of weights by recipe. Only the first recipe's activations are float32."""
 ROWS_COUNTED, WIDTH = 64, 512
-"""Shape of the weight whose bytes are counted: multiples of all groups and blocks."""
+"""Shape of the weight in which bytes are counted: multiples of all groups and blocks."""
 
 
 def measure(recipe: str, weight: str, data: Path, windows: int) -> dict[str, Any]:
-    """Build an artifact whose linears have the format `weight`, and evaluate it."""
+    """Build an artifact with linears in the format `weight`, and evaluate it."""
     options = {"assign_precision.weight": weight, "cache.format": "kv32", "calibrate.descent": "0"}
     with tempfile.TemporaryDirectory() as folder:
         qcompile.build(MODEL, Path(folder) / "out", recipe=recipe, options=options, head_dtype="f32")

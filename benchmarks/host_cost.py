@@ -3,8 +3,8 @@
     python benchmarks/host_cost.py [out.json] [--batches=256,512] [--modes=generate,http,masks]
                                    [--workloads=same,varied]
 
-The engine, the executor of GPUs and the server are the real ones; the driver computes nothing, and a step ends so many
-seconds after the one before it as a step of Llama-3-8B by `qserve` takes on an H200
+The engine, the executor of GPUs and the server are the real ones; the driver computes nothing. A step takes as long as
+one of Llama-3-8B by `qserve` takes on an H200
 (benchmarks/results/gpu_serving_h200.json). Tokens are those of Python source files. The requests are those of
 benchmarks/gpu_serving.py: "same" is 16 tokens in and 512 out, "varied" 16 to 300 in and 64 to 512 out, all at once, two
 after each other in each place. "http" streams to clients of another process.
@@ -61,7 +61,7 @@ CONTEXT, PAGE_TOKENS = 1024, 64
 
 
 class Clock(FakeDriver):
-    """A driver whose GPU only takes time. What is copied from it are tokens of a text."""
+    """A driver of a simulated GPU that only takes time. What is copied from it are tokens of a text."""
 
     def __init__(self, text: np.ndarray) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Clock(FakeDriver):
         self.seconds, self.steps = 0.0, 0
 
     def take(self, seconds: float) -> None:
-        """Queue work of so many seconds."""
+        """Queue work of `seconds` seconds."""
         self._ends = max(self._ends, time.monotonic()) + seconds
         self.seconds += seconds
         self.log.clear()
@@ -113,7 +113,7 @@ def plan() -> dict[str, Any]:
 
 
 def opened(batch: int) -> tuple[LLM, Clock]:
-    """A model for so many requests at once, and its clock."""
+    """A model for `batch` requests at once, and its clock."""
     tokenizer = Tokenizer.from_file(str(SAMPLES / "pycode-1m" / "tokenizer.json"))
     lines = (SAMPLES / "heldout.jsonl").read_text().splitlines()
     text = " ".join(json.loads(line)["text"] for line in lines[:40])

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def stretched(path: Path, positions: int) -> Path:
-    """A copy of the sample model for so many positions, its rope's wavelengths longer by as much."""
+    """A copy of the sample model for `positions` positions, with the wavelengths of its rope longer by as much."""
     source = ROOT / "samples" / "pycode-26m"
     path.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():

@@ -49,7 +49,7 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"(hidden_size|d_model|embed_dim|hidden_dim|projection_dim|(input|output|adapter_in|adapter_out)_dim)$", 64),
     (r"num_(local_|routed_)?experts$|n_routed_experts$|moe_num_experts$", 6),
 )
-"""Upper limits of numbers whose key ends so."""
+"""Upper limits of numbers, by the end of their key."""
 LATENT: Settings = {"num_key_value_heads": 4, "head_dim": HEAD, "qk_head_dim": 2 * HEAD}
 """What else is cut where keys and values are latent."""
 SPECIAL: dict[str, Settings] = {

@@ -37,7 +37,7 @@ GPU_MUTATIONS = (
         "tests/codegen/gpu/test_report.py -k rows",
     ),
     Mutation(
-        "a GPU's biases and penalties change rows whose next token is known",
+        "a GPU's biases and penalties change rows before known tokens",
         "codegen/gpu/templates/penalties.py.jinja",
         "after + known >= 0",
         "known < 0",

@@ -131,7 +131,7 @@ def unfit_tests(copies: Copies, pool: ThreadPoolExecutor, mutations: Sequence[Mu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name or file has TEXT in it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults with TEXT in their name or file")
     parser.add_argument("--new", action="store_true", help="faults that FILE has no row of")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="copies of the tree at work")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no tests after this time")

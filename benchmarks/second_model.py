@@ -2,12 +2,12 @@
 
     python benchmarks/second_model.py heldout.jsonl --calib calib.jsonl [--steps 300] [--windows 64]
 
-Beside samples/pycode-1m, a Llama from whose weights all start: a Qwen3 (norms on queries and keys, biases on all
+Three models start from the weights of samples/pycode-1m, a Llama: a Qwen3 (norms on queries and keys, biases on all
 projections of attention, embedding tied to the head), a Qwen2 (biases on queries, keys and values, those of keys large,
 head of its own) and a Gemma2 (scores and logits capped, norms behind blocks too, windows). They are trained, always by
-the same seed, to predict what pycode-1m does on Python's standard library: text that calibration and evaluation do not
-see, since what a model knows by heart is no sample of how it takes other text, in windows as long as those they are
-evaluated in. Each recipe is built with rounding to nearest and calibrated.
+the same seed, to predict what pycode-1m predicts on Python's standard library, in windows as long as those of the
+evaluation. Calibration and evaluation use other text, since a model's results on text of its training say little. Each
+recipe is built with rounding to nearest and calibrated.
 """
 
 from __future__ import annotations

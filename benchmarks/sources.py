@@ -11,9 +11,9 @@ there are two SHA-256 digests: `raw` of the text itself, and `normalized` of the
 blank lines and trailing spaces. In normalized plans, kernels have the names of their keys instead of labels with hashes
 of their sources.
 
-`--tree` is the source tree whose qcompile, benchmarks and samples are used (default: that of this script), so that one
-version of this script can examine two trees. `--only` collects the builds whose target/model/build contains one of the
-texts. `--save-sources` writes the normalized texts to a folder, for `diff -r`.
+`--tree` is the source tree with the qcompile, benchmarks and samples to use (default: that of this script), so that one
+version of this script can examine two trees. `--only` collects the builds with one of the texts in target/model/build.
+`--save-sources` writes the normalized texts to a folder, for `diff -r`.
 
 `compare` exits with 1 if normalized digests differ or keys of BEFORE are missing in AFTER; with `--only`, it looks at
 keys that contain one of the texts.
@@ -308,7 +308,7 @@ class Collection:
 
 
 def collect(compiler: Compiler, only: Sequence[str], collection: Collection) -> None:
-    """Add the texts of all builds for all targets; with `only`, of those whose target/model/build contains one."""
+    """Add the texts of all builds for all targets; with `only`, of those with one of these texts in their name."""
     start = time.perf_counter()
     for model in models(compiler):
         wanted = {
@@ -445,7 +445,7 @@ def _renamed(data: Any, names: Mapping[str, str]) -> Any:
 
 
 def read(path: Path, only: Sequence[str]) -> Digests:
-    """The digests in a file whose keys contain one of the texts."""
+    """The digests in a file, of keys that contain one of the texts."""
     try:
         digests: Digests = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -37,7 +37,7 @@ from qcompile.runtime.options import AUTO
 ROOT = Path(__file__).parents[1]
 SMALL = str(ROOT / "samples" / "pycode-1m")
 CALIBRATED = "-calibrated"
-"""Ends the names of variants whose draft is rounded by calibration text (`--calib`), where the recipe needs none."""
+"""Ends the names of variants that round the draft by calibration text (`--calib`), where the recipe needs none."""
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "ml-specqd": ("ml-specqd", []),
     "ml-specqd+1m": ("ml-specqd", [SMALL]),
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path, nargs="+")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--parts", default="exact,speed")
-    parser.add_argument("--limit", type=int, help="take so many prompts, evenly spread")
+    parser.add_argument("--limit", type=int, help="number of prompts to take, evenly spread")
     parser.add_argument("--rounds", type=int, default=5, help="of the parts that measure speed")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round of them after so long")
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "speculation", help="where artifacts go")
@@ -223,9 +223,9 @@ def memory(artifact: Path) -> dict[str, Any]:
 
 
 def one_round(llm: LLM, prompts: list[str], sizes: tuple[int, ...]) -> Times:
-    """Seconds of decoding by way and size of group: groups of so many prompts, every way in turn; LOST, DISTANCE too.
+    """Seconds of decoding by way and size of group: groups of that many prompts, every way in turn; LOST, DISTANCE too.
 
-    One prompt's from its first token to the last; a group's, whose prompts take turns, all but the longest prefill.
+    For one prompt, from its first token to its last; for a group, all of its time but the longest prefill.
     """
     times: Times = {way: {str(size): [] for size in sizes} for way in (*WAYS, LOST, DISTANCE)}
     controller = llm.engine.speculation.controller

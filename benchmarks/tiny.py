@@ -1,7 +1,7 @@
 """Tiny configurations of any model type of transformers, cut down from the type's default configuration.
 
 `settings(kind)` gives them as the keyword arguments of the type's configuration. RULES say what becomes of a key,
-`EXCEPTIONS` what differs for types whose sizes depend on each other in their own way.
+`EXCEPTIONS` what differs for types with sizes that depend on each other in another way.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SHARED_KEYS = {
     "num_kv_shared_layers": 2,
 }
 WIDE_HEADS = {"head_dim": 4 * HEAD, "num_attention_heads": 2, "num_key_value_heads": 1}
-"""For three parts of the rotary embedding, whose sizes the type's own code knows."""
+"""For three parts of the rotary embedding, with sizes that are constants in the type's own code."""
 TWICE = {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD}
 EXCEPTIONS: dict[str, Settings] = {
     "bamba": HYBRID,
