@@ -5,7 +5,7 @@
 `steps_ms` are milliseconds of a step without outputs, by its number of rows and by the number of tokens before it in
 its sequence. `prompts` are the tokens per second of whole prompts, by the rows of a step and by length: steps one after
 the other, queued as an engine queues them, until the first token is there. Torch's are those of transformers in bf16
-with torch.compile, scaled dot product attention and the logits of the last token alone: a whole prompt in one forward pass.
+with torch.compile, scaled dot product attention and the logits of the last token alone, a whole prompt in one pass.
 `mixed_ms` is a step of DECODING sequences, one row each, and a prompt of the rest of MIXED_ROWS rows: with the decoding
 in front, as the scheduler has it, by attention kernels of its own, and behind the prompt, by the prompt's; and the same
 decoding and prompt as two steps. With --kernels the microseconds of each kernel of the largest step, and how often it

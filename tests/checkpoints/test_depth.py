@@ -61,7 +61,7 @@ def test_facts_are_those_of_the_whole_model(
     assert short["plan"].pop("layers") == config.num_hidden_layers > short["plan"].pop("layers_examined")
     monkeypatch.setattr(depth, "find", lambda config, **_: None)
     whole = doctor.examine(model, "cpu", "qserve", {}, None).as_json()
-    # Files describe the graph, whose node numbers get longer: a few bytes for each hundred nodes.
+    # Files describe the graph, and numbers of nodes get longer: a few bytes for each hundred nodes.
     assert short.pop("disk_bytes") == pytest.approx(whole.pop("disk_bytes"), rel=0.02)
     assert short == whole
 

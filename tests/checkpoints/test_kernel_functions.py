@@ -78,7 +78,7 @@ CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def host(function: Callable[..., Any], name: str = "a_module_with_kernels") -> nn.Module:
-    """A module whose code can call `function` by the name `hook`."""
+    """A module with code that can call `function` by the name `hook`."""
     space = types.ModuleType(name)
     space.hook = function  # type: ignore[attr-defined]
     sys.modules[name] = space

@@ -94,7 +94,7 @@ def test_a_second_input_of_another_type_is_refused(dtype: torch.dtype) -> None:
 
 
 class Branching(modules.Plain):
-    """Plain, whose logits `branch` may change by the number of tokens."""
+    """Plain, with a function `branch` that may change the logits by the number of tokens."""
 
     def __init__(self, branch: Callable[[Any], Any]) -> None:
         super().__init__(layers=1)
@@ -173,7 +173,7 @@ def test_a_weight_that_is_missing_from_a_program_is_named() -> None:
 
 
 class Tied(modules.Plain):
-    """Plain, whose head is a module of its own with the embedding's weight, and embeddings that a constant scales."""
+    """Plain, with a head in a module of its own that has the embedding's weight, and with scaled embeddings."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)

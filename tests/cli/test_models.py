@@ -227,7 +227,7 @@ GIB = 1 << 30
 
 
 def checkpoint(folder: Path, weights: int, config: dict[str, Any]) -> Path:
-    """A checkpoint with so many weights, of which only the header is there."""
+    """A checkpoint of `weights` weights, of which only the header is there."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [weights], "data_offsets": [0, 2 * weights]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     (folder / "config.json").write_text(json.dumps(config))
@@ -391,7 +391,7 @@ def test_the_time_left_follows_the_last_build(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(estimate, "time", clock)
 
     def build(weights: int, slower: float) -> list[tuple[int, int]]:
-        """A build that takes so many times as long; returns percent and seconds left, at the middle of each part."""
+        """A build that takes `slower` times as long; returns percent and seconds left, at the middle of each part."""
         expected, seen = estimate.Estimate(weights), []
         for stage, seconds in (("import", 8), ("raise", 1), ("fuse", 1), ("weights", 4), ("kernels", 6)):
             expected.enter(stage)

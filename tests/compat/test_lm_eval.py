@@ -1,6 +1,6 @@
 """lm-evaluation-harness scores a model equally through qcompile's class, over HTTP, and in transformers.
 
-The recipe is f32, whose logits differ from those of transformers in float32 by rounding alone.
+The recipe is f32: its logits differ from those of transformers in float32 by rounding alone.
 """
 
 from __future__ import annotations

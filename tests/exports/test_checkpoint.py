@@ -149,7 +149,7 @@ def test_a_checkpoint_holds_the_weights_of_the_artifact(
     for name in tensors.rows:
         assert torch.equal(found[name], tensors.floats(name)), name
         for kind in tensors.formats(name):
-            if recipe != "nvfp4":  # whose scale of the tensor belongs to joined projections
+            if recipe != "nvfp4":  # its scale of a tensor is that of joined projections
                 assert torch.equal(kind.quantize(found[name])[0], tensors.parts(name)["codes"]), name
 
 
@@ -197,7 +197,7 @@ def test_any_weights_are_written_as_floats(
 def test_changed_weights_are_checked(
     built: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A change of weights whose function is not that of the checkpoint's operators is refused."""
+    """Changed weights are refused if the checkpoint's operators do not compute the same function with them."""
     artifact = built("w8a8", options=FOLDED)
     checkpoint.write(artifact, tmp_path / "rounded", "compressed-tensors")
     assert check.max_relative_error(by_transformers(tmp_path / "rounded"), logits(artifact)) < ALIKE

@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "olmo2": (COMMON, "written by rms_norm"),
 }
 LIKE_ANOTHER = ("mistral", "qwen2")
-"""Those whose graphs differ from another's only in windows or in biases, which others have too."""
+"""Types with graphs that differ from another's only in windows or in biases, which others have too."""
 FAMILIES = ROTATED | {kind: settings for kind, (settings, _) in REFUSED.items()}
 
 SMOOTHING: tuple[Pass, ...] = (Smooth(enabled=True), SmoothAttention(enabled=True))

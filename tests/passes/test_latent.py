@@ -136,7 +136,7 @@ def test_a_step_reads_values_from_the_cached_keys(format: str) -> None:
     expected = next(graph for graph in graphs if graph.stage == "quantize").run(ids, positions, dtype=torch.float32)
     tolerance = {"kv32": 1e-5, "kv_hier": 0.02, "kv16": 0.02, "kv8": 0.02, "kv4": 0.3}[format]
     found = step.run(*step_inputs(ids, None, step), dtype=torch.float32)[0].view_as(expected)
-    assert check.max_relative_error(found, expected) < tolerance  # of a cache of so many bits
+    assert check.max_relative_error(found, expected) < tolerance  # by the bits of the cache
 
 
 def test_four_bits_have_a_scale_for_each_part_of_a_latent() -> None:

@@ -1,6 +1,6 @@
 """Rotating queries and keys keeps the function, rounds keys better, and kernels match the references.
 
-Also with centered keys (center_keys), whose mean the same operator subtracts.
+Also with centered keys (center_keys): the same operator subtracts their mean.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_kernel_equals_reference_whatever_the_step(format: str, head_dim: int, t
     logits = logits_whatever_the_step(tmp_path / "out", ids)
     # kv4: a code may round the other way. kv_hier: no group is full yet, but cached values are rounded to bf16, and a
     # value of 48 that rounds the other way moves logits by up to 2^-8 / 48. One or two of 20,000 cached values do;
-    # which ones depends on the machine, whose sums have their own order. kv32: float32 sums in another order.
+    # which ones depends on the order of sums of the machine. kv32: float32 sums in another order.
     tolerance = {"kv4": 0.05, "kv_hier": 3 * 2**-8 / 48, "kv32": 2e-5}[format]
     assert check.max_relative_error(logits, reference) < tolerance
     if format == "kv32":

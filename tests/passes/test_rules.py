@@ -25,7 +25,7 @@ EIGHT = "w8_sym_channel"
 
 
 def parallel(layers: int = 2, gated: bool = False) -> Graph:
-    """A decoder whose blocks compute attention and a feed-forward of one input, side by side."""
+    """A decoder of blocks that compute attention and a feed-forward of one input, side by side."""
     begun = Begun(50)
     graph, weight = begun.graph, begun.weight
 

@@ -37,7 +37,7 @@ def merged(graph: Graph) -> Graph:
 
 
 def compared(graph: Graph, ranks: int, inputs: Any = None) -> list[Any]:
-    """The results of all ranks, whose logits agree with those of `graph`."""
+    """The results of all ranks, after a check that their logits agree with those of `graph`."""
     inputs = inputs or sequence_inputs()
     results = divided(graph, ranks)
     found = run_together([result.graph for result in results], inputs, torch.float64)
@@ -145,7 +145,7 @@ def test_a_product_of_two_sums_is_not_a_sum_of_products() -> None:
 
 @pytest.mark.parametrize("limit", [None, 0.5])
 def test_experts_are_divided_by_features(limit: float | None) -> None:
-    """Raised, with gates merged, and on quantized weights, whose rows per expert are padded: a rank has 20 of 40."""
+    """Raised, with gates merged, and on quantized weights with padded rows per expert: a rank has 20 of 40."""
     graph = experts(inner=40, hidden=48, limit=limit, clamped=limit is None)
     joined = merged(graph)
     for each in (graph, joined):
@@ -229,7 +229,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "llama4_text": COMMON | EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96},
 }
 SOME = ("qwen2_moe",)
-"""Shared experts beside others, whose sums are one."""
+"""Shared experts beside others: the sums of both are one sum."""
 
 
 @pytest.mark.parametrize(

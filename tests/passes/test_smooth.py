@@ -145,7 +145,7 @@ def test_attention_is_smoothed_by_measured_keys() -> None:
 
 
 def weighted_norms(kind: str = "rms_norm") -> Graph:
-    """A decoder whose norms have weights, with channel 5 of them 50 times larger."""
+    """A decoder with weights in its norms, channel 5 of them 50 times larger."""
     graph = decoder(bias=True)
     for index, norm in enumerate(graph.calls("rms_norm")):
         generator = torch.Generator().manual_seed(index)

@@ -29,7 +29,7 @@ def picking(like: torch.Tensor) -> torch.Tensor:
 
 
 def fused(*, bias: bool = False, spare: int = 0, exact: bool = True) -> Graph:
-    """A decoder whose linears over one value are one linear with slices, with `spare` unread rows between them.
+    """A decoder in which linears over one value are one linear with slices, with `spare` unread rows between them.
 
     `exact`: their weights are from `picking`, so that products are exact.
     """

@@ -37,7 +37,7 @@ def gemm(name: str, x: str, out: str | None, epilogue: str = "store", **fields: 
 
 
 def two_layers() -> dict[str, Any]:
-    """A program whose call names say nothing."""
+    """A program with names of calls that say nothing."""
     calls, number = [call("embed", out="stream", table_dtype="f32")], 0
 
     def add(x: str, out: str | None, epilogue: str = "store", **fields: Any) -> None:

@@ -26,7 +26,7 @@ OPTIONS = {"lora.rank": 6, "fold_norms.enabled": True, "rotate.enabled": True, "
 
 @pytest.fixture(scope="module")
 def odd(made_once: MadeOnce) -> Path:
-    """A checkpoint whose sizes are no multiples of vectors, and adapters of different ranks and linears for it."""
+    """A checkpoint with sizes that are no multiples of vectors, and adapters of different ranks and linears for it."""
     return made_once("odd-adapters", _save_odd)
 
 

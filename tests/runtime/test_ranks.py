@@ -46,7 +46,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one whose parent has not noticed counts."""
+    """Whether a process has ended; it counts as ended also if its parent has not noticed (a zombie)."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     return True

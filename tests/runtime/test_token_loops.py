@@ -1,4 +1,4 @@
-"""Models whose Python code loops over tokens, from the build to the text: logits, any division into steps, drafts."""
+"""Models with Python loops over tokens, from the build to the text: logits, any division into steps, drafts."""
 
 from __future__ import annotations
 

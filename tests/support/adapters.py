@@ -42,7 +42,7 @@ def product(tensors: Mapping[str, Tensor], module: str) -> Tensor:
 
 
 def linears(model: Any, names: str = "") -> dict[str, tuple[int, int]]:
-    """Paths and shapes [N, K] of a transformers model's linears but the head, those whose names end in one of `names`
+    """Paths and shapes [N, K] of a transformers model's linears but the head, with names that end in one of `names`
     (by default all)."""
     found = {
         path: tuple(module.weight.shape)

@@ -29,7 +29,7 @@ class Case:
 
 
 class Columns:
-    """`cases` on buffers of `widths` and weights `blobs`, as a model whose logits are the rows that each makes."""
+    """`cases` on buffers of `widths` and weights `blobs`, as a model that returns the rows of each case as logits."""
 
     def __init__(
         self, widths: Mapping[str, int], blobs: Mapping[str, Tensor], cases: Mapping[str, Case], threads: int = 1

@@ -34,7 +34,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Api:
-    """An endpoint. params: the client's type of its requests; base: a whole request, whose reply is always the same.
+    """An endpoint. params: the client's type of its requests; base: a whole request that always has the same reply.
 
     call: sends a request by the client.
     """

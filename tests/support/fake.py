@@ -42,7 +42,7 @@ def mark(token: int, position: int) -> int:
 
 
 def logits_of(state: int) -> np.ndarray:
-    """Logits [vocab] of a history whose marks sum to `state`."""
+    """Logits [vocab] of a history; `state` is the sum of its marks."""
     return (4 * np.sin(state % 9973 + _COLUMNS * 1.7 + (state % 31) * _COLUMNS)).astype(np.float32)
 
 

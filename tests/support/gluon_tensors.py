@@ -147,7 +147,7 @@ class Pointer:
 
     @classmethod
     def to_tensor(cls, tensor: torch.Tensor, type: str) -> Pointer:
-        """To the first item of a tensor, whose memory is read and written."""
+        """A pointer to the first item of a tensor; reads and writes use the tensor's memory."""
         assert tensor.is_contiguous()
         return cls(tensor.view(-1).view(torch.uint8).numpy(), type, np.asarray(0, np.int64))
 

@@ -137,8 +137,8 @@ def _data(plan: LaunchPlan, program: Any) -> Any:
 class Machine:
     """A decoder compiled by a recipe for a GPU, opened here with its drafts if it has some.
 
-    Decode attention takes programs of whole splits, if not `fine`: those of leaves, whose bits are the same, take twice
-    the time here. `how`: more arguments of `pipeline.plan`.
+    Decode attention takes programs of whole splits, if not `fine`. Programs of leaves give the same bits, and take
+    twice the time here. `how`: more arguments of `pipeline.plan`.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ def recurrent(
     rank: int = 0,
     unit_keys: bool = False,
 ) -> Graph:
-    """A decoder at stage `raise` whose blocks are a convolution with a recurrence, and if `attention`, then attention.
+    """A decoder at stage `raise`, of blocks with a convolution and a recurrence, and if `attention`, then attention.
 
     `rates`: "heads", "keys" (a rate for each head and key feature) or "" (none). With `rank`, decay and gain are linear
     in slices of that many features of one wider value. `unit_keys`: q and k have length 1. Otherwise the length of keys

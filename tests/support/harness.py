@@ -16,7 +16,8 @@ HERE = Path(__file__).resolve().parent
 TEMPLATES = HERE.parents[1] / "codegen" / "cpu" / "templates"
 BASE_FLAGS = ["-std=c++17", "-ffp-contract=off", "-Wno-psabi", "-fPIC", "-shared"]
 OPTIMIZED = ("avx2", "amx")
-"""Those of ISAS whose harness is optimized, in twice the time: one for each width of vectors. It moves no bit."""
+"""Entries of ISAS with an optimized harness, one for each width of vectors. It takes twice the time to compile, and
+changes no bit."""
 VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma"]
 ISAS: dict[str, tuple[list[str], set[str]]] = {
     "portable": (["-DQC_ISA_PORTABLE"], set()),

@@ -57,7 +57,7 @@ def hasten() -> None:
 
 
 def _rounded_once(usual: Callable[..., Any]) -> Callable[..., Any]:
-    """Products whose sums do not depend on the shape of their operands, in place of `usual` ones.
+    """Products with sums that do not depend on the shape of their operands, in place of `usual` ones.
 
     NumPy adds float32 products in an order that depends on the shape; a tensor core does not. Sums of float64 differ by
     the order only beyond the digits of float32, to which they are rounded.

@@ -20,7 +20,7 @@ class FakeHub:
     """What the hub has and does. Requests are noted as `METHOD file`, with the range that was asked for, if any.
 
     `files` are those of the model `name`; with a `token`, only who sends it gets them. `gated` models also ask for an
-    agreement. A file in `cut` ends after so many bytes, once.
+    agreement. `cut` maps files to the bytes after which they end, once.
     """
 
     name: str
@@ -39,7 +39,7 @@ class FakeHub:
         return cls(name, files | unwanted | {"consolidated.safetensors": b"unwanted", "code.py": b"unwanted"})
 
     def fetched(self) -> set[str]:
-        """The files whose contents were asked for."""
+        """The files of which the contents were requested."""
         return {request.split()[1] for request in self.requests if request.startswith("GET ")}
 
 

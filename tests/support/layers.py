@@ -1,4 +1,4 @@
-"""A raised decoder whose attention layers differ, for tests of passes and code generation."""
+"""A raised decoder with attention layers that differ, for tests of passes and code generation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.graphs import Begun
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's attention. `shared` is the number of an earlier layer whose keys and values it reads.
+    """A layer's attention. With `shared`, it reads the keys and values of the earlier layer with this number.
 
     Values have `values` features (0: as many as keys), and a norm without weight if `value_norm`. Keys are multiplied
     by `key_scaling` in their rope (queries are not). `gated`: a gate for each head multiplies what it attends to.

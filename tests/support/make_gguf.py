@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def rounded(model: Any, stored: dict[str, Any]) -> None:
-    """Give `model`, whose converter changes no tensor, the numbers that the file stores."""
+    """Give `model` the numbers that the file stores; the converter of its type changes no tensor."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, 1)

@@ -119,9 +119,9 @@ class AddedMask(Classic):
 
 
 class Grouped(Classic):
-    """Classic, of one layer, whose heads are groups by heads: keys of a head of each group, values of one for all.
+    """Classic, of one layer, with two dimensions for heads: groups, and heads of a group.
 
-    With `alone`, one head that no dimension is there for.
+    Keys have a head for each group, values one for all. With `alone`, there is one head, without a dimension for it.
     """
 
     def __init__(self, alone: bool = False, longest: int = 64) -> None:

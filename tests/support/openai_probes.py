@@ -47,7 +47,7 @@ def _first(reply: Any) -> Any:
 
 
 def _called(count: int) -> Shows:
-    """Whether a reply has so many calls."""
+    """Whether a reply has `count` calls."""
     return lambda reply, plain: len(_message(reply).tool_calls or ()) == count
 
 
@@ -184,7 +184,7 @@ def _kinds(*kinds: str) -> Shows:
 
 
 def _told(top: int) -> Shows:
-    """Whether a response tells log probabilities, and so many alternatives."""
+    """Whether a response tells log probabilities, and `top` alternatives."""
 
     def shown(reply: Any, plain: Any) -> bool:
         told = reply.output[0].content[0].logprobs
@@ -275,7 +275,7 @@ RESPONSES = Api(
 
 
 def _embeddings(count: int) -> Shows:
-    """Whether a reply has so many embeddings."""
+    """Whether a reply has `count` embeddings."""
     return lambda reply, plain: len(reply.data) == count
 
 

@@ -1,4 +1,4 @@
-"""A server whose replies are written in the test, in place of a model's: what shows them is tested alone."""
+"""A server with replies that are written in the test, in place of a model's: what shows them is tested alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from qcompile.runtime.server.service import Service
 class Script:
     """What the server answers next, piece by piece, and what it was asked.
 
-    pieces: the text, of which each piece is a token of its own. wait: seconds between pieces. hold: after so many
-    pieces, waits until the client leaves. error: raised after the last piece. drafted, accepted: of drafts, where there
-    are any.
+    pieces: the text, of which each piece is a token of its own. wait: seconds between pieces. hold: number of pieces
+    after which the server waits until the client leaves. error: raised after the last piece. drafted, accepted: of
+    drafts, where there are any.
     """
 
     pieces: Sequence[str] = ("Hello",)

@@ -1,4 +1,4 @@
-"""Modules whose layers are loops over tokens in Python, each another recurrence that is in no library."""
+"""Modules with layers that are loops over tokens in Python, each another recurrence that is in no library."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def as_fp8(tensors: Tensors, rows: int, columns: int) -> tuple[Tensors, Tensors]
     return stored, plain
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])  # whose experts lie one by one in files
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])  # qwen3_moe: files have its experts one by one
 def test_fp8_in_blocks(tmp_path: Path, kind: str) -> None:
     stored, plain = as_fp8(saved(kind, tmp_path / "model"), 48, 24)  # the last ones are short
     quantization = {"quant_method": "fp8", "weight_block_size": [48, 24]}

@@ -29,7 +29,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def packed(codes: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
-    """Codes [n, k] in words of 32 bits along k; `order` says whose bits come first in a word, from the lowest on."""
+    """Codes [n, k] in words of 32 bits along k; `order` are the codes of a word, from its lowest bits on."""
     each = 32 // bits
     rows = []
     for row in codes.tolist():
@@ -405,7 +405,7 @@ def test_steps_of_float32_are_found_to_their_precision() -> None:
 
 
 def test_other_weights_are_rounded_as_ever() -> None:
-    """Also those that need a code more than there are, or whose zero lies beyond them."""
+    """Also those that need one code more than there are, or a zero point beyond the codes."""
     torch.manual_seed(0)
     even = torch.arange(128.0) % 17
     rows = [torch.randn(128), torch.randn(128).bfloat16().float(), even - 3, even + 1, torch.zeros(128)]

@@ -56,7 +56,7 @@ def test_equals_torch(opened: Open, tiny: Tiny) -> None:
 
 
 def test_older_positions_are_rounded_and_the_newest_are_not() -> None:
-    """The reference itself, on keys whose rounding shows; and 4 bits err about 16 times as much as 8."""
+    """The reference itself, on keys that rounding changes; 4 bits err about 16 times as much as 8."""
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 300, 2, 32, generator=generator).unbind()
     errors = {}

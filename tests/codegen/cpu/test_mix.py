@@ -84,7 +84,7 @@ def test_epilogues_write_to_the_rows_own_columns(harness: Callable[[str], ctypes
     bias = rng.standard_normal(96).astype(np.float32)
     weight = packed(w[:n], marked(n), False)
     y = (act.value[:, :k] @ weight.value.T + bias[:n]).astype(np.float32)
-    # A few additions, each with relative error 2^-24, on sums whose magnitudes add up to some tens.
+    # A few additions, each with relative error 2^-24, on sums of magnitudes of some tens together.
     close = {"rtol": 1e-5, "atol": 3e-5}
     for threads in (1, 3):
         got = run(library, FORMAT, weight, act, n, k, STORE, bias=bias, threads=threads)

@@ -1,4 +1,4 @@
-"""Rowwise kernels through a generated library, whose logits are each kernel's result for table[token]."""
+"""Rowwise kernels through a generated library: its logits are each kernel's result for table[token]."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": F.mish,
     "elu": F.elu,
     "softplus": F.softplus,
-    "exp": lambda x: torch.exp(0.5 * x),  # of numbers whose exponentials are finite
+    "exp": lambda x: torch.exp(0.5 * x),  # of numbers with finite exponentials
 }
 
 

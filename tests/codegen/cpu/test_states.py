@@ -71,7 +71,7 @@ def opened() -> Iterator[Open]:
 
 
 def rows(text: int, start: int, end: int, certain: int = EVERYTHING, tokens: Sequence[int] | None = None) -> Rows:
-    """Tokens start .. end of a text, all of whose logits are wanted; its pages and slot are its own."""
+    """Tokens start .. end of a text, with logits of all; its pages and slot are its own."""
     given = TEXTS[text][start:end] if tokens is None else tokens
     return Rows(given, start, [4 * text + 1, 4 * text], end - start, slot=SLOTS - 1 - text, certain=certain)
 

@@ -134,7 +134,7 @@ CENTER = {"center_keys.enabled": "true"}
 
 
 def interpret_centered(format: str, turn: str) -> None:
-    """Keys less their mean, whose scores are capped: as the reference, and alone and in leaves as together."""
+    """Keys less their mean, and capped scores: as the reference, and alone and in leaves as together."""
     from tests.support.gpu_interpreter import Interpreter
 
     passes = {**CENTER, "cache.format": format, "rotate_keys.enabled": turn}
@@ -342,7 +342,7 @@ def test_queries_multiplied_interpreted() -> None:
 
 
 def in_order(x: torch.Tensor, group: int) -> torch.Tensor:
-    """Sums of so many neighbours along the third axis, as one after the other is added."""
+    """Sums of `group` neighbours along the third axis, added one after the other."""
     missing = -x.shape[2] % group
     x = torch.nn.functional.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, group))
     found = torch.zeros_like(x[..., 0, :])

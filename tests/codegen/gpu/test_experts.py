@@ -31,7 +31,7 @@ from tests.support.lowering import gpu_program
 from tests.support.tiny import Chunk
 
 RECIPES = {
-    # The median row's error: a token whose scores are nearly equal may go to another expert. Values are rounded to
+    # The median row's error: where scores are nearly equal, a token may get another expert. Values are rounded to
     # 8 bits, or to bf16 where weights meet those.
     "qserve": 0.03,
     "nested gated": 0.03,

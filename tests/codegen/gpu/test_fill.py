@@ -11,7 +11,7 @@ from tests.support.lowering import gpu_program
 
 
 def shared(program: Program) -> list[str]:
-    """Float buffers that GEMMs read past their width, and whose memory another kind of buffer uses, too."""
+    """Float buffers that GEMMs read past their width, and that share memory with another kind of buffer."""
     read = {call.x for call in program.calls if isinstance(call, Gemm)}
     found = []
     for name in sorted(read):

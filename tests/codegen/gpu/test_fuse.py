@@ -41,7 +41,7 @@ WIDTH = 256
 
 
 def program(*calls: Call, cache: Any = "kv16", **dtypes: Any) -> Program:
-    """A program whose buffers lie apart; those in `dtypes` have that type, others are f32. q8: no sums over rows."""
+    """A program with separate buffers; those in `dtypes` have that type, others are f32. q8: no sums over rows."""
     names = dict.fromkeys(name for call in calls for name in (*call.reads, *call.writes))
     groups = {name: 128 if dtypes.get(name) == "q8" else 0 for name in names}
     buffers = (

@@ -84,7 +84,7 @@ class Weight:
 
 
 def check(weight: Weight, spec: KernelSpec, rows: int = 21) -> None:
-    """A product of so many rows against the reference."""
+    """A product of `rows` rows against the reference."""
     kind = "bf16" if spec.layout.float_x else "int8_g128" if spec.x_groups else "int8"
     x, width = activation_format(kind).quantize(torch.randn(rows, spec.k), 0), spec.width or spec.n
     dtype = torch.float32 if spec.out == "f32" else torch.bfloat16
@@ -321,7 +321,7 @@ SCORES = {
 }
 SIZES = {"groups of 4": (8, 2, 128), "groups of 7": (7, 1, 64), "single heads": (2, 2, 64)}
 UNEVEN = ([20, 1, 3, 40], [300, 65, 3, 1100])
-"""Programs whose second group has no rows, that have none at all, and that have several splits."""
+"""Programs without rows in their second group, without any rows, and with several splits."""
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -90,7 +90,7 @@ def test_packed_bits(format: str) -> None:
 
 
 def test_scales_leave_room_for_what_kernels_multiply_them_by() -> None:
-    """Kernels multiply codes, which are so many 2^-126 where they lie, by 2^94 times the scale: a bf16 neither way."""
+    """Kernels multiply codes by 2^94 times the scale: a code in its place reads as a bf16 multiple of 2^-126."""
     codes = torch.zeros(32, 128, dtype=torch.uint8)
     codes[0, 0], codes[1, 40], codes[2, 70] = 5, 1, 8  # -0 is no weight
     exponent = torch.full((32, 4), 255, dtype=torch.uint8)

@@ -46,8 +46,10 @@ def changed(texts: list[Text], logits: Tensor) -> Tensor:
 
 
 def texts_of(vocab: int, sequences: int, random: np.random.Generator) -> tuple[list[Text], list[Any]]:
-    """Sequences with lists of all lengths, some without penalties, with biases, or with rows whose next token is known;
-    and for each row its bias and penalties, or None."""
+    """Sequences with lists of all lengths, and for each row its bias and penalties, or None.
+
+    Some sequences have no penalties, some have biases, and some have rows before known tokens.
+    """
     texts, wanted = [], []
     every = [*penalized(), SamplingParams()]
     for index in range(sequences):

@@ -1,4 +1,4 @@
-"""Attention of prompts with many positions behind them, whose queries are the rows of MMAs."""
+"""Attention of prompts after many positions, with queries as the rows of MMAs."""
 
 from __future__ import annotations
 

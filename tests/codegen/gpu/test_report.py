@@ -48,7 +48,7 @@ def launches(vocab: int) -> Iterator[Launch]:
 
 
 def report(sampling: list[SamplingInputs], rows: list[Row]) -> None:
-    """Fill the reports of sequences, whose tokens were chosen from these rows."""
+    """Fill the reports of sequences with tokens that were chosen from these rows."""
     from tests.support.gpu_machine import run_launches, send_sampling
 
     (sender, counts, given), vocab = send_sampling(sampling, len(rows)), len(rows[0].logits)

@@ -29,7 +29,7 @@ def host(logits: Tensor, params: SamplingParams, uniform: float) -> int:
 
 
 def drawn(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> list[int]:
-    """The token of each row by the kernels: one sequence a row, at position 7 of a text whose first draw is at 5."""
+    """The token of each row by the kernels: one sequence a row, at position 7 of a text that is drawn from 5 on."""
     from qcompile.codegen.gpu.rows import ARGMAX_PART, argmax_kernel
     from qcompile.codegen.gpu.sample import sampling
     from qcompile.runtime.sampling.sampling import Sampler
@@ -93,7 +93,7 @@ def test_choices_interpreted(vocab: int) -> None:
 
 
 def interpret_no_number() -> None:
-    """A row whose largest logit is not finite gives -1, whatever its options."""
+    """A row gives -1 if its largest logit is not finite, whatever its options."""
     logits = torch.randn(4, 50)
     logits[1, 3], logits[2, 4], logits[3] = math.nan, math.inf, -math.inf
     params = [SamplingParams(temperature=0.7, top_p=0.9, top_k=5)] * 4

@@ -20,7 +20,7 @@ PLAIN = (
     KernelSpec("mxfp4", 32768, 768, Tile(64, 128, 1, 1, 1, 8, 4), out="f32", width=2048, experts=CHOSEN),
     KernelSpec("w4_asym_g128", 512, 1280, Tile(128, 64, 1, 1, 1, 4, 3)),
 )
-"""Kernels whose loops Triton pipelines, with weights unpacked in registers."""
+"""Kernels with loops that Triton pipelines, and with weights unpacked in registers."""
 
 
 SASS = """

@@ -1,4 +1,4 @@
-"""Attention by GPU kernels whose scores have more to them: sinks, which weigh in sums alone, and what positions add."""
+"""Attention by GPU kernels with changed scores: sinks, which count in sums alone, and biases by position."""
 
 from __future__ import annotations
 

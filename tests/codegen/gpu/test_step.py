@@ -376,7 +376,7 @@ def test_rows_are_quantized_in_parts_where_the_kernel_before_stored_their_amax()
     of_heads = (1, "decode_tokens")
     cases: list[tuple[str, int, str, set[tuple[int, str]]]] = [
         ("qserve", 256, "l40s", {(3, "tokens"), of_heads}),
-        # Up to 8 and 16 rows warp-specialized kernels store it too; with so many weights there is no split-K.
+        # Up to 8 and 16 rows warp-specialized kernels store it too; with this number of weights there is no split-K.
         ("qserve", 256, "h200", {(5, "tokens"), of_heads}),
         ("qserve", 10240, "h200", {(5, "tokens"), of_heads}),
         ("qserve-channel", 256, "h200", set()),

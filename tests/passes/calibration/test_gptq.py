@@ -21,7 +21,7 @@ def rounder(format: str, n: int = ROWS) -> Rounding:
 
 
 def layer(n: int = 48, k: int = 200, tokens: int = 512, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A weight and inputs whose channels hang together and differ in size, as a model's do."""
+    """A weight, and inputs with channels that are correlated and differ in size, as a model's are."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(k, k, generator=generator) / k**0.5 + torch.eye(k)
     sizes = torch.exp(torch.randn(k, generator=generator))

@@ -12,7 +12,7 @@ from tests.support.raising import Attend, right, used
 
 
 class Axes:
-    """Attention whose angles come from three axes: parts of those of `source` are copied over those of the first.
+    """Attention with angles from three axes: parts of those of `source` are copied over those of the first.
 
     `factor` multiplies what is copied, and `stretch` the positions of the second and the third axis.
     """

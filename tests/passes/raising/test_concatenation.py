@@ -60,7 +60,7 @@ def copied(k: Tensor, rotated: Tensor) -> Tensor:
 
 
 class Latent(nn.Module):
-    """Attention whose queries and keys have plain features before rotated ones, shared by keys; values are narrower."""
+    """Attention with plain features before rotated ones in queries and keys; keys share these; values are narrower."""
 
     def __init__(self, rotate: Rotate = by_halves, join: Join = joined, padded: bool = False) -> None:
         super().__init__()

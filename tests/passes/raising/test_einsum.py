@@ -107,7 +107,7 @@ def test_other_products_are_refused_or_right(name: str) -> None:
 
 
 def test_projections_of_attention_may_be_einsums() -> None:
-    """As in models whose weights have a dimension for heads."""
+    """As in models with a dimension for heads in their weights."""
 
     class Attends(nn.Module):
         def __init__(self) -> None:

@@ -53,7 +53,7 @@ def compute(m: Any, rows: Tensor, act: Callable[[Tensor], Tensor] = F.silu) -> T
 
 
 def summed(m: Any, x: Tensor, weight: Tensor, **how: Any) -> Tensor:
-    """The sum of all experts, whose inputs are `x` times `weight` [tokens, experts]."""
+    """The sum of all experts' results for the inputs `x` times `weight` [tokens, experts]."""
     return compute(m, x.repeat(COUNT, 1) * weight.T.reshape(-1, 1), **how).sum(0)
 
 

@@ -72,7 +72,7 @@ def scaled(angles: Tensor) -> Tensor:
 
 
 class Rotated(nn.Module):
-    """Attention whose queries and keys turn by angles that `table` makes of three tables."""
+    """Attention with queries and keys that are rotated by angles; `table` makes these of three tables."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_writes_that_are_not_followed(table: Table) -> None:
 
 
 class Assembled(nn.Module):
-    """Attention whose keys are written into new memory; the second part of each, which is often rotated, is empty."""
+    """Attention with keys that are written into new memory; the second part of each, often a rotated one, is empty."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -89,8 +89,8 @@ def test_the_step_that_is_sent(opened: CudaExecutor) -> None:
 
 
 def test_steps_are_queued_behind_each_other_from_memory_in_turn(opened: CudaExecutor) -> None:
-    """What is sent may be read until the event after it has passed, which the step after the next waits for; so does
-    that for the tokens of the step whose memory it takes, and a step that is not queued for all."""
+    """Two steps after a step, its memory on the host is used again: that step first waits for two events, the end of
+    the copy of the earlier step's inputs, and the copy of its tokens. A step that is not queued waits for all."""
     driver: Any = opened.driver
     chunks = [[Rows([token] * 20, 0, [1], token % 2)] for token in range(6)]
     sources, targets, waits = [], [], []

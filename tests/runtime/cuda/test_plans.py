@@ -139,7 +139,7 @@ def test_a_rank_that_hangs_while_it_loads_is_named(monkeypatch: pytest.MonkeyPat
 
 
 class Memory:
-    """A GPU whose memory is the host's."""
+    """A GPU with the host's memory in place of its own."""
 
     def __init__(self) -> None:
         self.parts: list[Any] = []

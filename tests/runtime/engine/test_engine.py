@@ -1,4 +1,4 @@
-"""Scheduling, multi-step decodes, preemption and cancellation, on a fake model whose greedy text is known."""
+"""Scheduling, multi-step decodes, preemption and cancellation, on a fake model with a known greedy text."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_step_that_needs_the_tokens_before_is_not_queued_behind_them(options: 
 
 @pytest.mark.parametrize("in_vain, kept", [(0, 127), (1, 128), (2, 0)])
 def test_a_text_is_not_kept_if_a_step_that_runs_will_round_its_end_in_vain(in_vain: int, kept: int) -> None:
-    """Over a hierarchical cache, whose groups of 128 are rounded when the next is full."""
+    """Over a hierarchical cache: a group of 128 is rounded when the next group is full."""
     pool = BlockPool(30, 64, 384, remember=30)
     scheduler = Scheduler(pool, 512, 4)
     request = fake_llm().engine.add([1 + i for i in range(128)], GREEDY)
@@ -477,7 +477,7 @@ def test_rounds_take_what_those_that_were_made_took(monkeypatch: pytest.MonkeyPa
 
 
 def test_caches_of_drafts_that_lag_are_filled_together() -> None:
-    """In steps of at most so many rows, all requests' side by side."""
+    """In steps of at most `max_tokens` rows, with rows of all requests side by side."""
     steps: list[list[Rows]] = []
     limits = Limits(max_tokens=10, vocab=9, page_tokens=64, max_position=64)
     draft: Any = SimpleNamespace(limits=limits, step=lambda rows, logits: steps.append(rows))

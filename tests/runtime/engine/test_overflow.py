@@ -134,7 +134,7 @@ def test_a_server_goes_on(llm: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def overflowing(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a head whose products no float holds."""
+    """The tiny model with a head so large that its products overflow."""
     path = tmp_path_factory.mktemp("overflowing") / "model"
     shutil.copytree(tiny_checkpoint, path)
     weights = load_file(path / "model.safetensors")

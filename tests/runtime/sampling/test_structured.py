@@ -90,7 +90,7 @@ def ran(llm: LLM, params: list[SamplingParams]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.usefixtures("executors")
 def test_finished_outputs_are_what_was_asked_for(llm: LLM) -> None:
-    """Among requests without a grammar, whose tokens stay as they are."""
+    """Also beside requests without a grammar, which get the same tokens as alone."""
     free = [SamplingParams(max_tokens=9, temperature=0), SamplingParams(max_tokens=9, seed=8)]
     alone = ran(llm, free)
     asked, found = requests(), ran(llm, requests() + free)
@@ -182,7 +182,7 @@ def test_a_grammar_beyond_limits_ends_its_request_alone(
 
 
 def test_texts_before_do_not_take_the_states_of_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All texts of a grammar share a lexer, whose states have a limit. A text that exceeds it alone ends in error."""
+    """All texts of a grammar share a lexer with a limit of states. A text that exceeds it alone ends in error."""
     asked, tokenizer = StructuredOutputsParams(regex="[ab]*a[ab]{12}c"), byte_tokenizer()
     free = Grammars(tokenizer, VOCAB, [EOS]).compile(asked)
     monkeypatch.setattr(grammars, "_LIMITS", {"max_lexer_states": 300, "verbose_errors": False})

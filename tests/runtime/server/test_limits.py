@@ -43,14 +43,14 @@ def test_paths_that_clients_make_up_are_counted_as_one(llm: LLM) -> None:
 
 
 def padded(size: int) -> bytes:
-    """A request of so many bytes."""
+    """A request of `size` bytes."""
     body = b'{"prompt": "x", "max_tokens": 1}'
     return body + b" " * (size - len(body))
 
 
 @pytest.mark.parametrize("a_token", [16, 4096])
 def test_bodies_may_be_as_long_as_the_context_asks_for(llm: LLM, a_token: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two MiB, or so many bytes for each of its tokens where that is more."""
+    """Two MiB, or `a_token` bytes for each token of the context if that is more."""
     monkeypatch.setattr(bodies, "MOST_BYTES_A_TOKEN", a_token)
     most = max(2 << 20, a_token * CONTEXT)
     with serving(llm) as client:

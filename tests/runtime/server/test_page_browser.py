@@ -1,4 +1,4 @@
-"""The chat page in a real Chromium, on a server whose replies are written here."""
+"""The chat page in a real Chromium, on a server with replies that are written here."""
 
 from __future__ import annotations
 

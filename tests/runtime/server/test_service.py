@@ -75,7 +75,7 @@ def test_a_model_that_is_served_refuses_other_use() -> None:
         last = llm.stream([[1, 2]], params(1))
         assert next(last).finished
         with contextlib.closing(Service(llm, 4)):
-            assert list(last) == []  # a stream whose requests have ended ends beside a server
+            assert list(last) == []  # a stream ends beside a server if its requests have ended
 
 
 async def all_of(answer: Answer) -> list[RequestOutput]:

@@ -31,7 +31,7 @@ def scanned(tokens: list[int], match: int, most: int, shortest: int) -> list[int
 
 
 def test_what_is_found_is_what_a_scan_finds() -> None:
-    """Few tokens, so that much recurs; and tokens whose bytes begin as others end."""
+    """Few tokens, so that much recurs; and tokens with bytes that begin as those of others end."""
     draw, found = random.Random(0), 0
     for _ in range(600):
         alphabet = draw.choice(([0, 1], [1, 2, 3], [256, 1, 65536, 257]))

@@ -318,7 +318,7 @@ def _steps(llm: LLM, requests: list[Request]) -> Iterator[None]:
 
 
 def speller(tiny_checkpoint: Path, folder: Path) -> Path:
-    """A checkpoint of a model whose tokens are bytes."""
+    """A checkpoint of a model with bytes as tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

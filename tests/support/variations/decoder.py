@@ -1,4 +1,4 @@
-"""A small decoder whose parts can be replaced one by one, each by a function of the module and what the part reads."""
+"""A small decoder with replaceable parts: each can become a function of the module and of what the part reads."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def draw_weights(module: nn.Module) -> None:
 
 
 class Replaceable(nn.Module):
-    """A module some of whose methods are replaced by functions with the same arguments."""
+    """A module with some of its methods replaced by functions with the same arguments."""
 
     def __init__(self, parts: dict[str, Part]) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ async def late_dead(request: web.Request) -> web.StreamResponse:
 
 @asynccontextmanager
 async def routed(folder: Path, upstreams: list[Upstream | None], **more: Any) -> AsyncIterator[tuple[Any, Router]]:
-    """A client of a router in front of these replicas, and the router; None is one whose process has just ended."""
+    """A client of a router in front of these replicas, and the router. None: a replica that has just ended."""
     replicas, runners = [], []
     for at, upstream in enumerate(upstreams):
         replica = Replica(at, ReplicaLaunch((), {}, folder / str(at)), lambda line: None)
