@@ -31,6 +31,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
     "train-draft": "train_draft.train_draft",
     "inspect": "artifacts.inspect",
     "verify": "artifacts.verify",
+    "sign": "sign.sign",
     "export": "artifacts.export",
     "doctor": "doctor.doctor",
     "cache": {"list": "cache.list_", "remove": "cache.remove", "path": "cache.path"},

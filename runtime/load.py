@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from qcompile.artifact.layout import Manifest
 from qcompile.artifact.reader import read_checked_manifest, state
+from qcompile.artifact.signature import check_signature
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime.chat import chat_template
 from qcompile.runtime.devices import open_model
@@ -33,6 +34,7 @@ def load(  # parameters: the options of loading, by name
     lora: Mapping[str, str | Path] | None = None,
     max_model_len: int | None = None,
     tensor_parallel_size: int | None = None,
+    require_signature: str | Path | None = None,
 ) -> LLM:
     """Verify the artifact at `path`, load it, and start its threads.
 
@@ -58,8 +60,11 @@ def load(  # parameters: the options of loading, by name
     lora: folders of LoRA adapters in PEFT's format by the names that requests choose them by; the artifact must have
     been built with lora.rank set. On CPUs.
     tensor_parallel_size: processes that run the model together, as many as the artifact was built for (the default).
+    require_signature: a public key, as text or as the path of a file of keys: the artifact must be signed by it, or by
+    one of them. Otherwise it is refused before any of its code is loaded.
 
-    Raises ArtifactError (the artifact is damaged, or built for another CPU), ResourceError (memory), UsageError.
+    Raises ArtifactError (the artifact is damaged, not signed as required, or built for another CPU), ResourceError
+    (memory, or a package is missing), UsageError.
     """
     options = LoadOptions.of(locals())
     while True:
@@ -74,7 +79,10 @@ def load(  # parameters: the options of loading, by name
 
 def _load(path: str | Path, options: LoadOptions) -> LLM:
     """`load` without retry: an artifact that is replaced in the meantime may appear damaged."""
-    manifest = _shortened(read_checked_manifest(path), options.max_model_len)
+    built = read_checked_manifest(path)
+    if (trusted := options.trusted()) is not None:
+        check_signature(Path(path), built, trusted)
+    manifest = _shortened(built, options.max_model_len)
     options.check(path, manifest["runtime"])
     opened = open_model(Path(path), manifest, options)
     most_cached = opened.most_cached if options.prefix_caching else 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from qcompile.artifact.signature import trusted_keys
 from qcompile.errors import UsageError
 from qcompile.runtime.lora.table import check_names
 from qcompile.runtime.outputs import MOST_DRAFTS
@@ -39,12 +40,20 @@ class LoadOptions:
     generation_config: str = "auto"
     lora: Mapping[str, str | Path] | None = None
     tensor_parallel_size: int | None = None
+    require_signature: str | Path | None = None
 
     @staticmethod
     def of(given: dict[str, Any]) -> LoadOptions:
         """The options by name; numbers of any type become Python's, and gamma "auto" becomes AUTO."""
         options = {field.name: plain_number(given[field.name]) for field in fields(LoadOptions)}
         return LoadOptions(**options | {"gamma": AUTO if options["gamma"] == "auto" else options["gamma"]})
+
+    def trusted(self) -> tuple[str, ...] | None:
+        """The keys one of which must have signed the artifact; None if it need not be signed. Raises UsageError."""
+        key = self.require_signature
+        if not isinstance(key, str | Path | None):
+            raise UsageError(f"require_signature must be a public key or the path of one, not {key!r}")
+        return None if key is None else trusted_keys(key)
 
     def check(self, path: str | Path, runtime: dict[str, Any]) -> None:
         """Raise UsageError for an invalid value, or one that the artifact at `path` does not support.

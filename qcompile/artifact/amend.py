@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from qcompile.artifact.layout import AMENDED, MANIFEST, Manifest, canonical_json, disk_errors, seal
+from qcompile.artifact.layout import MANIFEST, Manifest, canonical_json, disk_errors, seal
 from qcompile.artifact.reader import parse_manifest
 
 
@@ -25,14 +25,25 @@ def amend(path: str | Path, **entries: object) -> Manifest:
         here = Path(f"/proc/self/fd/{folder}")
         manifest = parse_manifest(root, (here / MANIFEST).read_bytes()) | entries
         manifest["sha256"] = seal(manifest)
-        try:
-            with open(here / AMENDED, "wb") as file:
-                file.write(canonical_json(manifest))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(here / AMENDED, here / MANIFEST)
-        except BaseException:
-            (here / AMENDED).unlink(missing_ok=True)
-            raise
-        os.fsync(folder)
+        replace_file(folder, MANIFEST, canonical_json(manifest))
     return manifest
+
+
+def replace_file(folder: int, name: str, content: bytes) -> None:
+    """Replace the file `name` of the folder with the descriptor `folder` in one rename. Raises OSError.
+
+    The caller holds the folder's lock.
+    """
+    here = Path(f"/proc/self/fd/{folder}")
+    new = here / f".{name}.new"
+    new.unlink(missing_ok=True)  # of one that was killed, or a link that somebody else made
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, here / name)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    os.fsync(folder)

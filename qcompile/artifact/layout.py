@@ -20,8 +20,11 @@ from qcompile.errors import ArtifactError, ResourceError
 
 FORMAT_VERSION = 1
 MANIFEST = "qcompile.json"
-AMENDED = f".{MANIFEST}.new"
-"""Name of an amended manifest while it is being written. A killed `amend` leaves it, and the next overwrites it."""
+SIGNATURE = "qcompile.sig"
+"""The signature over the manifest (artifact/signature.py). It is made after the manifest, which does not list it."""
+AMENDED, SIGNED = f".{MANIFEST}.new", f".{SIGNATURE}.new"
+"""Names of an amended manifest and of a signature while they are being written. A killed `amend` or `sign` leaves it,
+and the next overwrites it."""
 ADAPTERS_FILE, ADAPTER_TABLE = "adapters.safetensors", "lora.table"
 """The file about linears that adapters may change (artifact/adapted.py), and the weight by which kernels find adapters,
 of ADAPTER_TABLE_BYTES bytes, to which the runtime writes (runtime/lora/table.py)."""

@@ -14,6 +14,8 @@ from qcompile.artifact.layout import (
     AMENDED,
     FORMAT_VERSION,
     MANIFEST,
+    SIGNATURE,
+    SIGNED,
     UNSEALED,
     Manifest,
     canonical_json,
@@ -49,6 +51,17 @@ def read_checked_manifest(path: str | Path) -> Manifest:
     """`read_manifest`, with every key checked that loading, inspecting and running use. Raises the same errors."""
     manifest = read_manifest(path)
     check_manifest(manifest, str(Path(path) / MANIFEST))
+    return manifest
+
+
+def read_same_manifest(path: str | Path, sealed: str) -> Manifest:
+    """`read_checked_manifest` in another process, which must read the one with the hash `sealed`, as the first did.
+
+    Raises ArtifactError if the artifact was replaced or amended in the meantime.
+    """
+    manifest = read_checked_manifest(path)
+    if manifest["sha256"] != sealed:
+        raise ArtifactError(f"{path} was replaced while it was loaded: load it again")
     return manifest
 
 
@@ -93,21 +106,28 @@ def _status(path: str | Path) -> os.stat_result:
 
 def verify(path: str | Path) -> list[str]:
     """All problems of the artifact at `path`, one line each; an empty list means that every bit is as built."""
+    return examine(path)[1]
+
+
+def examine(path: str | Path) -> tuple[Manifest | None, list[str]]:
+    """The manifest of the artifact at `path`, None if it is damaged, and all problems of its files, one line each."""
     root = Path(path)
     while True:
         before = state(root)
+        manifest = None
         try:
-            problems = _problems(root, read_manifest(root)["files"])
+            manifest = read_manifest(root)
+            problems = _problems(root, manifest["files"])
         except ArtifactError as error:
             problems = [str(error)]
         if not problems or state(root) == before:
-            return problems
+            return manifest, problems
 
 
 def unlisted_files(root: Path, files: dict[str, Any]) -> list[str]:
     """Files of the artifact at `root` that its manifest, which lists `files`, does not list. Nothing reads them."""
     present = {str(PurePosixPath(at, name).relative_to(root)) for at, _, names in os.walk(root) for name in names}
-    return sorted(present - {*files, MANIFEST, *UNSEALED, AMENDED})
+    return sorted(present - {*files, MANIFEST, *UNSEALED, AMENDED, SIGNATURE, SIGNED})
 
 
 def _problems(root: Path, files: dict[str, dict[str, Any]]) -> list[str]:

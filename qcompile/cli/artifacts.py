@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from qcompile.cli import console
-from qcompile.cli.options import Artifact, Json, command
+from qcompile.cli import console, environment
+from qcompile.cli.options import Artifact, Json, RequireSignature, command
 
 
 @command
@@ -36,21 +36,28 @@ def inspect(
 
 
 @command
-def verify(out: Artifact, json: Json = False) -> None:
-    """Check every file of an artifact against its hash; exits with 6 and names the damaged files.
+def verify(out: Artifact, require_signature: RequireSignature = None, json: Json = False) -> None:
+    """Check every file of an artifact against its hash, and who signed it; exits with 6 and names the damaged files.
 
     \b
     Example:
       qcompile verify out/pycode
+      qcompile verify out/pycode --require-signature release.pub
     """
     from qcompile.artifact import reader
     from qcompile.artifact.hashes import damaged
+    from qcompile.artifact.signature import check_signature, signature_state, signature_text, trusted_keys
 
-    problems = reader.verify(out)
+    environment.check_not_empty(environment.REQUIRE_SIGNATURE)
+    trusted = None if require_signature is None else trusted_keys(require_signature)
+    manifest, problems = reader.examine(out)
+    if manifest and trusted is not None and not problems:
+        check_signature(out, manifest, trusted)
+    state = manifest and signature_state(out, manifest)
     if json:
-        console.print_json({"ok": not problems, "problems": problems})
+        console.print_json({"ok": not problems, "problems": problems, "signature": state})
     elif not problems:
-        console.show(f"{out}: every file is as built")
+        console.show(f"{out}: every file is as built; {signature_text(state)}")
     if problems:
         reader.read_manifest(out)  # raises an error of its own if the manifest is damaged, or there is no artifact
         raise damaged(out, problems)

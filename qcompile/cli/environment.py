@@ -10,8 +10,11 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from typer.models import OptionInfo
 
+from qcompile.errors import UsageError
+
 PREFIX = "QCOMPILE_"
 DEBUG = f"{PREFIX}DEBUG"
+REQUIRE_SIGNATURE = f"{PREFIX}REQUIRE_SIGNATURE"
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 
 
@@ -44,6 +47,12 @@ def _variables(group: type) -> Mapping[str, str]:
 def sets(group: type, field: str) -> bool:
     """Whether the environment sets an option: it may not concern this command, in contrast to one that is written."""
     return bool(os.environ.get(_variables(group).get(field, "")))
+
+
+def check_not_empty(name: str) -> None:
+    """Raise UsageError if the variable of an option that protects is there but empty: typer would ignore it."""
+    if os.environ.get(name, "set").strip() == "":
+        raise UsageError(f"{name} is empty: set it, or unset it")
 
 
 def is_on(name: str) -> bool:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qcompile.artifact.layout import MANIFEST, PASSES_FILE
+from qcompile.artifact.plain_files import read_plain
 from qcompile.artifact.reader import read_checked_manifest
+from qcompile.artifact.signature import signature_state, signature_text
 from qcompile.cli import console
 from qcompile.errors import ArtifactError
 
@@ -45,6 +47,7 @@ def summary(path: Path) -> dict[str, Any]:
         "passes": manifest["passes"],
         "sizes": sizes,
         "versions": {"qcompile": manifest["qcompile_version"], **manifest["versions"]},
+        "signature": signature_state(path, manifest),
         "files": {name: entry["bytes"] for name, entry in files.items()},
     }
 
@@ -86,7 +89,7 @@ def passes(path: Path) -> list[dict[str, Any]]:
 def _measured(path: Path) -> dict[str, dict[str, float | None]]:
     """What --check measured, by pass; empty without --check. No hash covers the file, so its content is not trusted."""
     try:
-        listed = json.loads((path / PASSES_FILE).read_text(encoding="utf-8"))
+        listed = json.loads(read_plain(path / PASSES_FILE, within=path))
         return {
             entry["name"]: {key: None if entry[key] is None else float(entry[key]) for key in _MEASURED}
             for entry in listed
@@ -134,12 +137,18 @@ def as_text(contents: dict[str, Any]) -> str:
         f"{_adapters(model.get('adapters') or {})}"
         f"recipe   {recipe['name']}{options}\n"
         f"target   {target['name']} ({target['isa']})\n"
+        f"signed   {_signer(contents['signature'])}\n"
         f"weights  {contents['bits_per_weight']:.2f} bits per weight of the linears\n"
         f"cache    {contents['kv']['format']}\n"
         f"drafts   {drafts or 'none'}\n"
         f"passes\n{passes}"
         f"sizes\n{_indented(console.table(['', ''], rows))}"
     )
+
+
+def _signer(state: dict[str, Any] | None) -> str:
+    """Who signed the artifact, if that is certain."""
+    return "no" if state is None else signature_text(state).removeprefix("signed ")
 
 
 def _adapters(merged: dict[str, float]) -> str:

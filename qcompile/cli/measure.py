@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from qcompile import texts
+from qcompile.artifact.layout import SIGNATURE
 from qcompile.cli import console
-from qcompile.cli.models import artifact_of, opened
+from qcompile.cli.models import artifact_to_load, opened
 from qcompile.cli.options import (
     Adapting,
     Artifact,
@@ -95,7 +96,7 @@ def bench(
             raise ResourceError(f"--serve needs {error.name}: pip install 'qcompile[bench]'") from error
         load_test.check(out, load, loading, building, adapting)  # before anything is built
         if not load_test.is_url(out):
-            out = str(artifact_of(out, building, loading.tensor_parallel_size).path)
+            out = str(artifact_to_load(out, building, loading).path)
         load_test.run(out, load, loading, adapting, json, jsonl)
         return
     from qcompile.cli import bench as benchmark
@@ -155,6 +156,8 @@ def tune(
 
     with console.Progress() as progress:
         table = tuning.tune(out, data, tokens, progress, **loading.arguments())
+    if (out / SIGNATURE).exists():
+        console.note(f"qcompile: the signature of {out} was of the artifact before this: sign it again")
     if json:
         console.print_json(table)
     else:

@@ -48,8 +48,7 @@ def opened(given: str, building: Building, loading: Loading, **more: Any) -> Ite
 
     An artifact in the cache that turns out to be damaged is built again.
     """
-    loading.arguments()  # refuses wrong values before anything is built
-    artifact = artifact_of(given, building, loading.tensor_parallel_size)
+    artifact = artifact_to_load(given, building, loading)
     start = time.monotonic()
     try:
         llm = loading.load(artifact.path, **more)
@@ -65,6 +64,17 @@ def opened(given: str, building: Building, loading: Loading, **more: Any) -> Ite
     console.detail(f"loaded {artifact.path} in {time.monotonic() - start:.2f} s")
     with llm:
         yield llm, artifact
+
+
+def artifact_to_load(given: str, building: Building, loading: Loading) -> Artifact:
+    """`artifact_of` for these options of loading, which are checked before anything is built. Raises QCompileError."""
+    loading.arguments()
+    if loading.require_signature is not None and not (Path(given) / MANIFEST).is_file():
+        raise UsageError(
+            f"{given} is no artifact that could be signed, and a signature is required: make one by `qcompile build` "
+            "and `qcompile sign`"
+        )
+    return artifact_of(given, building, loading.tensor_parallel_size)
 
 
 def artifact_of(given: str, building: Building, ranks: int | None = None) -> Artifact:

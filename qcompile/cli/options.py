@@ -64,6 +64,14 @@ TensorParallel = Annotated[
         "or one on each of N GPUs. Default: 1, or what the artifact was built for.",
     ),
 ]
+RequireSignature = Annotated[
+    str | None,
+    typer.Option(
+        "--require-signature",
+        metavar="KEY",
+        help="Refuse an artifact that this public key has not signed: a file of keys, or a key as text (ed25519:...).",
+    ),
+]
 PassFields = Annotated[
     list[str] | None,
     typer.Option(
@@ -367,6 +375,7 @@ class Loading:
         ),
     ] = None
     tensor_parallel_size: TensorParallel = None
+    require_signature: RequireSignature = None
 
     def load(self, path: Path, **more: Any) -> LLM:
         """`qcompile.load` with these options, and `more` of its arguments. Raises QCompileError."""
@@ -379,6 +388,7 @@ class Loading:
 
         These commands give all sampling parameters themselves: the checkpoint's defaults have no effect.
         """
+        environment.check_not_empty(environment.REQUIRE_SIGNATURE)
         return {"generation_config": "none"} | asdict(self)
 
 

@@ -7,7 +7,7 @@ import signal
 from dataclasses import replace
 
 from qcompile.cli import console, replicas
-from qcompile.cli.models import artifact_of, opened
+from qcompile.cli.models import artifact_to_load, opened
 from qcompile.cli.options import Building, Json, Logging, ServedLoading, Serving, Source, command
 from qcompile.cli.serving import defaults_lines, served_options, sinks_of, url_of
 from qcompile.errors import ResourceError, UsageError
@@ -44,8 +44,7 @@ def serve(
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
     if serving.replicas > 1:
         with app.bind(serving.host, serving.port) as listening:
-            loading.arguments()  # refuses wrong values before anything is built
-            artifact = artifact_of(out, building, loading.tensor_parallel_size)
+            artifact = artifact_to_load(out, building, loading)
             named = replace(serving, name=serving.name or artifact.name)
             given = replicas.Given(artifact.path, named, logging, loading, keys)
             if replicas.serve(given, listening, url_of(listening.getsockname()), limits, say, json):

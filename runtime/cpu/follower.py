@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from qcompile.artifact.reader import read_checked_manifest
+from qcompile.artifact.reader import read_same_manifest
 from qcompile.errors import QCompileError
 from qcompile.runtime.cpu.load import open_rank
 from qcompile.runtime.cpu.ranks import RankSettings, SharedMemory, join
@@ -30,7 +30,7 @@ def main() -> None:
     memory = SharedMemory(settings.size, settings.descriptor)
     threading.Thread(target=_watch, args=(memory,), daemon=True).start()
     try:
-        manifest = read_checked_manifest(settings.root)
+        manifest = read_same_manifest(settings.root, settings.sealed)
         artifact = load_artifact(settings.root, manifest, settings.rank)
         executor = open_rank(artifact, settings)
         assert executor.handle

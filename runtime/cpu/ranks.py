@@ -89,6 +89,8 @@ class RankSettings(NamedTuple):
     descriptor: int
     size: int
     """Of the shared memory, in bytes."""
+    sealed: str
+    """The hash of the manifest that rank 0 has read."""
 
     def line(self) -> str:
         """The settings as a line."""

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from qcompile.artifact.reader import read_checked_manifest
+from qcompile.artifact.reader import read_same_manifest
 from qcompile.errors import QCompileError
 from qcompile.runtime.cuda.counts import PARTS
 from qcompile.runtime.cuda.driver import driver
@@ -36,7 +36,7 @@ def main() -> None:
     try:
         gpu = driver(settings.rank)
         failed = FailWord(gpu)
-        rank = load_rank(settings.root, read_checked_manifest(settings.root), settings.rank)
+        rank = load_rank(settings.root, read_same_manifest(settings.root, settings.sealed), settings.rank)
         _say(free=gpu.memory()[0])
         executor, opened = _joined(rank, settings.rank, failed)
     except QCompileError as error:

@@ -159,7 +159,7 @@ def open_divided(
     gpu = driver()
     check_gpus(gpu, ranks, root)
     with ExitStack() as undo:
-        processes = CudaRanks(root, ranks, gpu)
+        processes = CudaRanks(root, manifest["sha256"], ranks, gpu)
         undo.callback(processes.close)
         own = load_rank(root, manifest, 0)
         undo.callback(own.free)

@@ -55,6 +55,8 @@ class GpuRankSettings(NamedTuple):
     """An eventfd that tells of new records."""
     parent: int
     """The process of rank 0."""
+    sealed: str
+    """The hash of the manifest that rank 0 has read."""
 
 
 class FailWord:
@@ -98,10 +100,12 @@ def check_gpus(gpu: Driver, ranks: int, root: Path) -> None:
 class CudaRanks:
     """The processes of ranks 1 and up, from before rank 0 loads its weights to the end.
 
+    sealed: the hash of the manifest that rank 0 has read.
+
     `loaded` waits until all have loaded theirs, `join` until all can sum. Raises ResourceError if one cannot.
     """
 
-    def __init__(self, root: Path, ranks: int, gpu: Driver) -> None:
+    def __init__(self, root: Path, sealed: str, ranks: int, gpu: Driver) -> None:
         self._memory = SharedPlan(_PLAN_BYTES)
         self._bells = [os.eventfd(0) for _ in range(1, ranks)]
         self.plans = PlanWriter(self._memory, self._bells)
@@ -111,9 +115,8 @@ class CudaRanks:
         self._processes: list[subprocess.Popen[str]] = []
         try:
             for rank, bell in enumerate(self._bells, start=1):
-                given = GpuRankSettings(
-                    str(root.absolute()), rank, self._memory.descriptor, _PLAN_BYTES, bell, os.getpid()
-                )
+                memory = self._memory.descriptor, _PLAN_BYTES
+                given = GpuRankSettings(str(root.absolute()), rank, *memory, bell, os.getpid(), sealed)
                 self._processes.append(_started(given))
         except BaseException:
             self.close()

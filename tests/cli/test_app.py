@@ -26,7 +26,7 @@ from qcompile.runtime.cuda.executor import CudaExecutor
 
 Build = Callable[[str], Path]
 Capture = pytest.CaptureFixture[str]
-COMMANDS = ("build", "run", "chat", "eval", "bench", "inspect", "verify", "export", "doctor", "passes")
+COMMANDS = ("build", "run", "chat", "eval", "bench", "inspect", "verify", "sign", "export", "doctor", "passes")
 
 
 def code_of(*arguments: object) -> int:
@@ -497,7 +497,7 @@ def test_what_a_gpu_computes_tells_of_no_threads() -> None:
 
 def test_verify_names_the_damaged_file(capsys: Capture, tiny_artifact: Build, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_artifact("w4a8"), tmp_path / "copy")
-    assert json_of(capsys, "verify", copy) == {"ok": True, "problems": []}
+    assert json_of(capsys, "verify", copy) == {"ok": True, "problems": [], "signature": None}
     weights = copy / "weights-00000.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
