@@ -13,6 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 COMPAT := .venv-compat
 DEMO := out/demo
+PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10
 
 # Tests start many processes, each of which would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,10 +26,10 @@ demo: $(VENV)/.installed
 	  $(BIN)/qcompile run $(DEMO) --prompt - --max-tokens 96
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "exhaustive or not exhaustive"
+	$(PYTEST) -m "exhaustive or not exhaustive"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -41,11 +41,14 @@ of cache."""
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Each of the processes that share the tests takes cores of its own: pools of threads that spin do not share.
 
+    One that dies fails the test that it ran, and is not replaced: xdist may wait for ever for what replaces it.
     torch traces without its cache of fake tensors, which costs more than it saves for models of few layers.
     """
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = 0
     os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")  # read when torch._dynamo is imported
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         first, step = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
@@ -130,9 +133,9 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_libraries(made_once: MadeOnce) -> Iterator[None]:
-    """Tests AS_BUILT compile libraries as builds do; others with the optimizer's first steps only.
+    """Tests AS_BUILT compile libraries as builds do; others with the optimizer's first steps, and loops as they are.
 
-    All find the system's headers parsed. That takes a third of the time, and moves no bit: what may be rounded
+    All find the system's headers parsed. That takes a fifth of the time, and moves no bit: what may be rounded
     otherwise is a flag of its own, and stays.
     """
     from qcompile.codegen.cpu import compiler
@@ -143,13 +146,15 @@ def quick_libraries(made_once: MadeOnce) -> Iterator[None]:
         as_built = AS_BUILT.match(os.environ.get("PYTEST_CURRENT_TEST", ""))
         return flags(target) if as_built else tuple("-Og" if flag == "-O3" else flag for flag in flags(target))
 
-    def parsed(command: list[str], *rest: Any, **more: Any) -> Any:
+    def parsed(command: list[str], source: str, *rest: Any, **more: Any) -> Any:
         given = [each for each in command if each.startswith(("-O", "-f", "-m", "-p", "-s")) and "map" not in each]
         if Path(command[0]).name == "g++" and "-x" in command:
             name = f"headers-{hashlib.sha256(' '.join(given).encode()).hexdigest()[:16]}"
             folder = made_once(name, lambda folder: _parse_headers(folder, [command[0], *given]))
             command = [command[0], "-include", str(folder / "system.h"), *command[1:]]
-        return run(command, *rest, **more)
+        if "-Og" in command:
+            source = re.sub(r"(?m)^#define QC_UNROLL .*$", "#define QC_UNROLL", source)
+        return run(command, source, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "flags", quick)

@@ -18,6 +18,7 @@ from qcompile.passes.base import apply
 from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.raising import Raise
 from qcompile.passes.rotate import Rotate
+from tests.support.cases import first
 from tests.support.programs import dynamic_size
 from tests.support.variations.decoder import LONGEST, VOCAB
 from tests.support.variations.verdicts import ALL, examine, text
@@ -98,7 +99,19 @@ STILL_RIGHT = (
 )
 
 
-@pytest.mark.parametrize("name", (*ONCE_WRONG, *ONCE_A_CRASH, *STILL_RIGHT))
+FIRST = (
+    *("masks: softmax in bfloat16", "masks: random dropout of probabilities", "masks: scores changed by a function"),
+    *("turns: positions counted in bfloat16", "turns: frequencies rounded to bfloat16", "norms: mean in bfloat16"),
+    *("features: softmax of features", "features: logits and None", "features: autocast", "features: noise multiplied"),
+    *("features: depends on the batch", "experts: softmax in bfloat16", "experts: one noise for all"),
+    *("writes: written through movedim", "writes: written through a view that alone is read", "writes: written by out"),
+    *("writes: a buffer replaced", "writes: new memory read: empty", "writes: new memory written by fill"),
+    *("writes: a number counted up", "masks: mask written into new memory", "attention: scale of 0"),
+)
+"""Some of each kind and of each verdict."""
+
+
+@pytest.mark.parametrize("name", first(FIRST, (*ONCE_WRONG, *ONCE_A_CRASH, *STILL_RIGHT)))
 def test_is_right_or_refused(name: str) -> None:
     found = examine(ALL[name])
     assert found.name == ALL[name].right, found

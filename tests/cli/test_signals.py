@@ -126,7 +126,9 @@ def test_ctrl_c_exits_130(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> N
     [
         (signal.SIGINT, 130, "interrupted"),
         (signal.SIGTERM, -signal.SIGTERM, "ended by SIGTERM"),  # as `timeout` and batch systems send it
-        (signal.SIGHUP, -signal.SIGHUP, "ended by SIGHUP"),  # as a terminal does that closes
+        pytest.param(  # as a terminal does that closes
+            signal.SIGHUP, -signal.SIGHUP, "ended by SIGHUP", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_a_build_that_is_ended_leaves_nothing(

@@ -48,8 +48,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": (COMMON | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}, "written by rms_norm"),
     "olmo2": (COMMON, "written by rms_norm"),
 }
-LIKE_ANOTHER = ("mistral", "qwen2")
-"""Types with graphs that differ from another's only in windows or in biases, which others have too."""
 FAMILIES = ROTATED | {kind: settings for kind, (settings, _) in REFUSED.items()}
 
 SMOOTHING: tuple[Pass, ...] = (Smooth(enabled=True), SmoothAttention(enabled=True))
@@ -77,7 +75,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.arange(31).expand(2, 31)
 
 
-@pytest.mark.parametrize("kind", first(FAMILIES.keys() - LIKE_ANOTHER, FAMILIES))
+@pytest.mark.parametrize("kind", first(("llama", "qwen3", "phi", "gpt2", "nemotron", "mixtral", "gemma2"), FAMILIES))
 def test_logits_stay(kind: str) -> None:
     before = raised(kind)
     for passes in (*((one,) for one in ALONE), *TOGETHER):
@@ -89,7 +87,7 @@ def test_logits_stay(kind: str) -> None:
         assert check.equivalent(after, before, inputs()) < EXACT, passes
 
 
-@pytest.mark.parametrize("kind", first(ROTATED.keys() - LIKE_ANOTHER, ROTATED))
+@pytest.mark.parametrize("kind", first(("llama", "qwen3", "phi", "gpt2", "nemotron", "mixtral"), ROTATED))
 def test_the_whole_stream_turns(kind: str) -> None:
     folded = apply(FoldNorms(), raised(kind)).graph
     (stream,) = dataflow.residual_streams(folded)
@@ -99,14 +97,14 @@ def test_the_whole_stream_turns(kind: str) -> None:
     assert result.fired >= len(stream.writers) + len(readers) >= 1 + 2 * 2 + 2 * 2 + 1
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", first(("gemma2",), REFUSED))
 def test_a_stream_that_cannot_turn_is_named(kind: str) -> None:
     folded = apply(FoldNorms(), raised(kind)).graph
     result = apply(Rotate(heads=False), folded)
     assert result.fired == 0 and REFUSED[kind][1] in result.notes[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", "starcoder2", "gemma2"])
+@pytest.mark.parametrize("kind", first(("llama", "gemma2"), ["llama", "starcoder2", "gemma2"]))
 def test_norms_are_folded_where_that_lets_a_stream_turn(kind: str) -> None:
     before = raised(kind)
     result, whole = apply(FoldNorms(needed=True), before), apply(FoldNorms(), before)
@@ -117,7 +115,7 @@ def test_norms_are_folded_where_that_lets_a_stream_turn(kind: str) -> None:
     assert check.equivalent(result.graph, before, inputs()) < EXACT
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", first(("gemma2",), REFUSED))
 def test_a_stream_that_cannot_turn_is_turned_where_linears_read_it(kind: str) -> None:
     folded = apply(FoldNorms(), raised(kind)).graph
     result = apply(Rotate(online=True), folded)

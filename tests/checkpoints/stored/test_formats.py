@@ -96,7 +96,9 @@ def test_fp8_in_blocks(tmp_path: Path, kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(1,), *(pytest.param(shape, marks=pytest.mark.exhaustive) for shape in ((), (1, 1)))]
+)
 def test_fp8_by_one_factor(tmp_path: Path, shape: tuple[int, ...]) -> None:
     stored, plain = as_fp8(saved("llama", tmp_path / "model"), 1 << 20, 1 << 20)
     scales = {name: value.view(shape) for name, value in stored.items() if name.endswith("_scale_inv")}

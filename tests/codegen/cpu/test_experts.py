@@ -14,6 +14,7 @@ from qcompile import check, pipeline, recipes
 from qcompile.graph import Graph
 from qcompile.passes.base import run_passes
 from qcompile.passes.schedule import configure
+from tests.support.cases import first
 from tests.support.graphs import Begun, sequence_inputs, step_inputs
 
 # Sums of float32 in another order; rounded formats land on the other side of a tie now and then.
@@ -79,9 +80,9 @@ def decoder(
 @pytest.mark.parametrize(
     ("recipe", "gates"),
     [
-        *((recipe, {}) for recipe in TOLERANCE),
+        *first((("f32", {}), ("w4a8", {}), ("nested", {}), ("w4a4-g128", {})), [(recipe, {}) for recipe in TOLERANCE]),
         ("f32", {"clamped": False, "slots": 1}),
-        ("w4a8", {"clamped": False}),
+        pytest.param("w4a8", {"clamped": False}, marks=pytest.mark.exhaustive),
         ("w4a8", {"clamped": False, "limit": 0.5, "slots": 1}),
         *(pytest.param("w4a8" if part else "f32", {"slots": 1}, marks=pytest.mark.exhaustive) for part in (0, 1)),
         pytest.param("f32", {"clamped": False}, marks=pytest.mark.exhaustive),

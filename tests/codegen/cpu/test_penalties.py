@@ -16,6 +16,7 @@ from qcompile.runtime.sampling.inputs import GREEDY
 from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, penalize
 from tests.codegen.cpu.test_sample import rows_of
 from tests.runtime.engine.test_batches import run
+from tests.support.cases import first
 from tests.support.harness import ISAS
 from tests.support.sampled import OPTIONS, PENALTIES, penalized, same_outputs
 
@@ -49,7 +50,7 @@ def test_penalties_are_pythons(harness: Callable[[str], ctypes.CDLL], isa: str, 
                 assert best == (want.argmax() if np.isfinite(want.max()) else -1)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", first((2,), [1, 2]))
 def test_an_engine_with_penalties_gives_pythons_tokens(
     tiny_checkpoint: Path, tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ AGREE = [(target, *pair) for target in HOST[1:] for pair in PAIRS]
 # The portable level has all by default. The others have products of integers, in which they differ the most, and of the
 # rest every second one by turns; tests of GEMM kernels have all levels.
 FIRST = {
-    target: PAIRS if target == "cpu-portable" else [*PAIRS[i % 2 :: 2], ("w4a8", "kv8")]
+    target: PAIRS[1:4] if target == "cpu-portable" else [*PAIRS[i % 2 :: 2], ("w4a8", "kv8")]
     for i, target in enumerate(HOST[1:])
 }
 

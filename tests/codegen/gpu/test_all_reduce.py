@@ -12,6 +12,7 @@ from qcompile.codegen.gpu.all_gather import AllGatherSpec
 from qcompile.codegen.gpu.all_reduce import SumSpec, Way
 from qcompile.codegen.gpu.launches import MOST_OUTPUTS
 from qcompile.codegen.gpu.peer_memory import CHUNK, MEDIUM_ITEMS, MOST_PROGRAMS, STATE, PeerLayout
+from tests.support.cases import first
 from tests.support.compiled import Record
 from tests.support.exchanges import Exchanging, peer_memory, shared, together
 from tests.support.interpreted import interpreted
@@ -62,7 +63,7 @@ def interpret_sums(ranks: int, width: int, rows: int) -> None:
 
 
 # 17 rows are chunks of two groups, in which each of three ranks owns one.
-@pytest.mark.parametrize(("ranks", "width", "rows"), [(2, 1501, 5), (3, 1031, 17)])
+@pytest.mark.parametrize(("ranks", "width", "rows"), first(((2, 1501, 5),), [(2, 1501, 5), (3, 1031, 17)]))
 def test_sums_are_in_the_order_of_ranks_interpreted(ranks: int, width: int, rows: int) -> None:
     interpreted(__name__, f"interpret_sums({ranks}, {width}, {rows})")
 

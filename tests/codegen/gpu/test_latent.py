@@ -19,6 +19,7 @@ from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.router import BlocksSpec, EverySpec
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TARGETS
+from tests.support.cases import first
 from tests.support.compiled import Record
 from tests.support.gluon_machine import launch
 from tests.support.graphs import latent, step_inputs
@@ -64,7 +65,7 @@ def interpret_steps(recipe: str, format: str, **shape: Any) -> None:
     assert torch.allclose(alone[0], got[0, 99], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", NEAR)
+@pytest.mark.parametrize("case", first(("w8a8 kv16", "bf16 kv4"), NEAR))
 def test_steps_over_latents_interpreted(case: str) -> None:
     interpreted(__name__, f"interpret_steps({', '.join(map(repr, case.split()))})")
 
@@ -244,8 +245,8 @@ def test_decoding_in_order_is_planned_if_every_layer_has_it() -> None:
 def test_what_warp_groups_do_not_take() -> None:
     """Other sizes and codes have the kernel that all GPUs have."""
     sizes = (("kv16", 576, 64, {}, True), ("kv8", 576, 64, {}, False), ("kv16", 544, 32, {}, False))
-    for format, dim, first, more, taken in (*sizes, ("kv16", 576, 64, {"bias_positions": 9}, False)):
-        kv = GpuKV(format, 1, dim, leaves=1, value=(first, dim))
+    for format, dim, value, more, taken in (*sizes, ("kv16", 576, 64, {"bias_positions": 9}, False)):
+        kv = GpuKV(format, 1, dim, leaves=1, value=(value, dim))
         spec = LatentSpec(kv, 16, 16 * dim, 0.1, **more)
         assert shape_for(spec, 90, TARGETS["h200"].shared_bytes).warp_specialized == taken
         assert not shape_for(spec, 80, TARGETS["a100"].shared_bytes).warp_specialized

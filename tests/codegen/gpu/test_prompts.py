@@ -77,7 +77,7 @@ def interpret_prompt(way: str) -> None:
 
 
 # Every cache, and every option of scores. Steps below have the other sizes of two of the caches.
-FIRST = ("kv16", "kv8 of 48", "kv4 of 48", "kv4 of 160", "kv_hier of 48")
+FIRST = ("kv16", "kv8 of 48", "kv4 of 48", "kv_hier of 48")
 
 
 @pytest.mark.parametrize("way", first(FIRST, WAYS))

@@ -87,7 +87,7 @@ def interpret_choices(vocab: int) -> None:
             assert [token for [token] in alone] == got
 
 
-@pytest.mark.parametrize("vocab", [40, 4096 + 300])
+@pytest.mark.parametrize("vocab", first((4096 + 300,), [40, 4096 + 300]))
 def test_choices_interpreted(vocab: int) -> None:
     interpreted(__name__, f"interpret_choices({vocab})")
 
@@ -141,6 +141,6 @@ def interpret_engine(how: str) -> None:
         assert generate(False, 2) == by_host
 
 
-@pytest.mark.parametrize("how", first(("decodes", "own", "lookup"), ["decodes", "shared", "own", "lookup"]))
+@pytest.mark.parametrize("how", first(("decodes", "own"), ["decodes", "shared", "own", "lookup"]))
 def test_an_engine_that_draws_interpreted(how: str) -> None:
     interpreted(__name__, f"interpret_engine('{how}')")

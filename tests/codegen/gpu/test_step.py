@@ -231,8 +231,14 @@ def test_odd_inputs_interpreted() -> None:
     interpreted(__name__, "interpret_odd_inputs()")
 
 
-def test_a_step_interpreted() -> None:
-    interpreted(__name__, f"interpret_recipes(*{list(RECIPES)})")
+STEPS = ("qserve", "w4a8", "w8a8", "nested", "mxfp4", "mixllm", "w4a4-g128", "w4a16", "bf16 capped")
+
+
+@pytest.mark.parametrize(
+    "names", [STEPS, pytest.param(tuple(RECIPES.keys() - STEPS), marks=pytest.mark.exhaustive)], ids=["some", "others"]
+)
+def test_a_step_interpreted(names: tuple[str, ...]) -> None:
+    interpreted(__name__, f"interpret_recipes(*{names})")
 
 
 def interpret_wide_logits() -> None:

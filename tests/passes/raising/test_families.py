@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 # tests/checkpoints/test_families.py builds them, of other sizes, and compares the artifact with transformers.
-BUILT = ("stablelm", "gpt_oss", "deepseek_v3", "apertus", "ministral3")
+BUILT = ("gpt_oss", "deepseek_v3", "apertus")
 
 
 @pytest.mark.parametrize("kind", first(RIGHT.keys() - BUILT, RIGHT))
@@ -114,7 +114,10 @@ def test_refused(kind: str, tmp_path: Path) -> None:
         apply(Raise(), frontend.load(tmp_path))
 
 
-@pytest.mark.parametrize(("least", "most", "right"), [(0, 5, True), (-1, None, True), (0, 4, False), (1, None, False)])
+@pytest.mark.parametrize(
+    ("least", "most", "right"),
+    first(((0, 5, True), (0, 4, False)), [(0, 5, True), (-1, None, True), (0, 4, False), (1, None, False)]),
+)
 def test_choices_are_kept_within_bounds(
     least: int, most: int | None, right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
