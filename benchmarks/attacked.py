@@ -156,10 +156,10 @@ def memory(process: int) -> int:
     return total
 
 
-async def watch(process: int, found: list[int]) -> None:
+async def watch(process: int, result: list[int]) -> None:
     """Note the memory of the server a few times a second."""
     while True:
-        found.append(memory(process))
+        result.append(memory(process))
         await asyncio.sleep(0.2)
 
 

@@ -48,12 +48,12 @@ def main() -> int:
             wanted = leaks.references(alone, [prompt for _, prompt in prompts])
         cache = PAGES * kv["page_bytes"]
         with qcompile.load(artifact, max_batch=BATCH, kv_cache_bytes=cache) as llm, leaks.poisoned(llm, kv):
-            found = leaks.ask(llm, prompts, wanted, options.requests)
+            result = leaks.ask(llm, prompts, wanted, options.requests)
     told = {"model": options.model.name, "recipe": options.recipe, "prompts": count, "owners": len(leaks.OWNERS)}
-    told |= {"requests": options.requests, "pages": PAGES, **asdict(found)}
+    told |= {"requests": options.requests, "pages": PAGES, **asdict(result)}
     print(told)
     write_result(options.out, told | {"seconds": round(time.perf_counter() - started, 1)})
-    return QualityError.exit_code if found.wrong or found.foreign else 0
+    return QualityError.exit_code if result.wrong or result.foreign else 0
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def _distance_library() -> ctypes.CDLL:
         library = Path(folder) / "core_distance.so"
         options = ("-std=c++17", "-O2", "-shared", "-fPIC", "-pthread")
         subprocess.run(["g++", *options, str(source), "-o", str(library)], check=True)
-        found = ctypes.CDLL(str(library))
-    found.core_distance.restype = ctypes.c_double
-    return found
+        result = ctypes.CDLL(str(library))
+    result.core_distance.restype = ctypes.c_double
+    return result
 
 
 def core_distance() -> float:

@@ -166,19 +166,19 @@ def check_times(bench: Bench) -> Check:
     out, kernels = bench.work / "timed", bench.work / "kernel-cache"
     command = (sys.executable, "-m", "qcompile", "build", str(SAMPLE), "-o", str(out), "--recipe", "w4a8")
     shutil.rmtree(kernels, ignore_errors=True)
-    found: Check = {
+    result: Check = {
         "cold_seconds": _timed(*command, cache=kernels)[0],
         "warm_seconds": _timed(*command, cache=kernels)[0],
     }
-    found["load_seconds"] = _load_seconds(out)
-    met = found["cold_seconds"] <= 25 and found["warm_seconds"] <= 5 and found["load_seconds"] < 1
+    result["load_seconds"] = _load_seconds(out)
+    met = result["cold_seconds"] <= 25 and result["warm_seconds"] <= 5 and result["load_seconds"] < 1
     if bench.large:
         command = (sys.executable, "-m", "qcompile", "build", str(bench.large), "-o", str(out), "--recipe", "w4a8")
-        found["large_seconds"], found["large_peak_bytes"] = _timed(*command, cache=kernels)
-        found["large_load_seconds"] = _load_seconds(out)
-        met = met and found["large_seconds"] < 180 and found["large_peak_bytes"] < 2.5 * 2**30
-        met = met and found["large_load_seconds"] < 1
-    return {"met": met, **found}
+        result["large_seconds"], result["large_peak_bytes"] = _timed(*command, cache=kernels)
+        result["large_load_seconds"] = _load_seconds(out)
+        met = met and result["large_seconds"] < 180 and result["large_peak_bytes"] < 2.5 * 2**30
+        met = met and result["large_load_seconds"] < 1
+    return {"met": met, **result}
 
 
 def _digests(root: Path) -> dict[str, str]:
@@ -279,13 +279,13 @@ def main() -> None:
         bench = Bench(arguments.data, Path(work), arguments.large)
         for name in arguments.checks.split(","):
             start = time.perf_counter()
-            found = CHECKS[name](bench)
+            result = CHECKS[name](bench)
             taken = {"seconds": time.perf_counter() - start, "commit": machine()["commit"]}
-            results[name] = {"what": CHECKS[name].__doc__, **found, **taken}
-            print(f"{name}: {'met' if found['met'] else 'NOT MET'} {json.dumps(found)}", flush=True)
+            results[name] = {"what": CHECKS[name].__doc__, **result, **taken}
+            print(f"{name}: {'met' if result['met'] else 'NOT MET'} {json.dumps(result)}", flush=True)
     before = json.loads(arguments.out.read_text(encoding="utf-8"))["checks"] if arguments.out.exists() else {}
     write_result(arguments.out, {"model": SAMPLE.name, "checks": {**before, **results}})
-    if not all(found["met"] for found in results.values()):
+    if not all(result["met"] for result in results.values()):
         sys.exit(QualityError.exit_code)
 
 

@@ -49,8 +49,8 @@ def measure(arguments: argparse.Namespace, artifacts: dict[str, Path]) -> dict[s
             command += ["--peer-cmd", f"qcompile {recipe}=bash -c {renamed}"]
         environment = {**os.environ, "OUT": str(result), "PYTHONPATH": str(ROOT)}
         subprocess.run(command, check=True, env=environment)
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found
+        outcome: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return outcome
 
 
 def medians(runs: list[dict[str, Any]], steps: set[int]) -> dict[Key, float]:
@@ -58,7 +58,7 @@ def medians(runs: list[dict[str, Any]], steps: set[int]) -> dict[Key, float]:
     samples: dict[Key, list[float]] = {}
     for run in runs:
         test = re.sub(
-            r"^pp(\d+)$", lambda found: ("verify" if int(found[1]) in steps else "pp") + found[1], run["test"]
+            r"^pp(\d+)$", lambda result: ("verify" if int(result[1]) in steps else "pp") + result[1], run["test"]
         )
         samples.setdefault((run["type"], run["threads"], test), []).append(run["tok_s"])
     return {key: statistics.median(values) for key, values in samples.items()}
@@ -70,10 +70,10 @@ def bandwidth(ceilings: list[dict[str, Any]], threads: int) -> float:
 
 
 def judge(
-    found: dict[str, Any], artifacts: dict[str, Path], threads: list[int], tg: int, steps: set[int]
+    result: dict[str, Any], artifacts: dict[str, Path], threads: list[int], tg: int, steps: set[int]
 ) -> list[dict[str, Any]]:
     """For each recipe and thread count: share of bandwidth, ratio to each peer, cost of a step by its tokens."""
-    speed = medians(found["runs"], steps)
+    speed = medians(result["runs"], steps)
     ours = {f"qcompile {recipe}": streamed_bytes(path) for recipe, path in artifacts.items()}
     peers = sorted({kind for kind, _, _ in speed} - set(ours))
     rows = []
@@ -99,7 +99,7 @@ def judge(
                     "threads": count,
                     "tokens_per_second": tests,
                     "bytes_per_token": size,
-                    "share_of_read_bandwidth": decode * size / bandwidth(found["ceilings"], count),
+                    "share_of_read_bandwidth": decode * size / bandwidth(result["ceilings"], count),
                     "step_cost_over_one_token": cost,
                     "times_peer": ratios,
                 }
@@ -124,10 +124,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     artifacts = build(arguments.checkpoint, arguments.recipes.split(","), arguments.work, arguments.target)
-    found = measure(arguments, artifacts)
+    result = measure(arguments, artifacts)
     threads = [int(count) for count in arguments.threads.split(",")]
     prompts, steps = ({int(size) for size in text.split(",")} for text in (arguments.pp, arguments.verify))
-    rows = judge(found, artifacts, threads, arguments.tg, steps - prompts)
+    rows = judge(result, artifacts, threads, arguments.tg, steps - prompts)
     for row in rows:
         costs = ", ".join(f"{m}: {cost:.2f}" for m, cost in row["step_cost_over_one_token"].items())
         ratios = ", ".join(
@@ -141,11 +141,11 @@ def main() -> None:
         "model": arguments.checkpoint.name,
         "target": arguments.target,
         "rounds": arguments.rounds,
-        "llama_cpp": found.get("llama_cpp_version"),
+        "llama_cpp": result.get("llama_cpp_version"),
         "results": rows,
-        "read_bytes_per_second": {count: bandwidth(found["ceilings"], count) for count in threads},
-        "models": found["models"],
-        "runs": found["runs"],
+        "read_bytes_per_second": {count: bandwidth(result["ceilings"], count) for count in threads},
+        "models": result["models"],
+        "runs": result["runs"],
     }
     name = f"cpu_peers_{arguments.checkpoint.name}{arguments.target.removeprefix('cpu').replace('-', '_')}.json"
     write_result(arguments.out or RESULTS / name, document)

@@ -55,8 +55,8 @@ def decoded(llm: qcompile.LLM, prompts: list[str], options: dict[str, Any]) -> t
         output = llm.generate([prompt], params)[0]
         seconds += output.metrics.finished_time - output.metrics.first_token_time
         sample = output.outputs[0]
-        found = sample.logprobs or [{} for _ in sample.token_ids]
-        tokens.append(list(zip(sample.token_ids, found, strict=True)))
+        result = sample.logprobs or [{} for _ in sample.token_ids]
+        tokens.append(list(zip(sample.token_ids, result, strict=True)))
     return sum(len(one) - 1 for one in tokens) / seconds, tokens
 
 

@@ -77,10 +77,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--recipe", default="qserve")
     arguments = parser.parse_args()
-    found = measure(arguments.layers, arguments.recipe)
-    print(json.dumps(found, indent=1))
-    met = found["exportable"] and found["seconds"] < SECONDS and found["resident_bytes"] < BYTES
-    write_result(RESULTS / "doctor_70b.json", {**found, "met": met})
+    result = measure(arguments.layers, arguments.recipe)
+    print(json.dumps(result, indent=1))
+    met = result["exportable"] and result["seconds"] < SECONDS and result["resident_bytes"] < BYTES
+    write_result(RESULTS / "doctor_70b.json", {**result, "met": met})
     sys.exit(0 if met else 4)
 
 

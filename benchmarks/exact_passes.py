@@ -88,18 +88,18 @@ def examine(kind: str, settings: dict[str, Any]) -> Row:
 
 def faults(rows: dict[str, Row]) -> list[str]:
     """What is not as it must be, by row."""
-    found = []
+    result = []
     for name, row in rows.items():
         for column, entry in row["columns"].items():
             if not entry["error"] <= EXACT:
-                found.append(f"{name}: {column} moves logits by {entry['error']:.1e}")
+                result.append(f"{name}: {column} moves logits by {entry['error']:.1e}")
             if not entry["fired"] and not entry["left_alone"] and (name, column) not in NOTHING_TO_DO:
-                found.append(f"{name}: {column} did nothing and says nothing")
+                result.append(f"{name}: {column} did nothing and says nothing")
         must_turn = row["type"] in ROTATED and "refused" not in row and name not in NORMS_ON_THE_STREAM
         if must_turn and not row["whole_stream_turns"]:
-            found.append(f"{name}: its residual stream does not turn: {row['why_not']}")
+            result.append(f"{name}: its residual stream does not turn: {row['why_not']}")
     turning = {row["type"] for row in rows.values() if row.get("whole_stream_turns")}
-    return [*found, *(f"no row of {kind} turns" for kind in ROTATED if kind not in turning and len(rows) > 1)]
+    return [*result, *(f"no row of {kind} turns" for kind in ROTATED if kind not in turning and len(rows) > 1)]
 
 
 def page(rows: dict[str, Row]) -> str:

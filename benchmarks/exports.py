@@ -123,11 +123,11 @@ def main() -> None:
             command = [given.engine, "-c", ENGINE, str(read), str(asked), f"{work}/logits"]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             versions = done.stdout.strip().splitlines()[-1]
-            found = compare(artifact_logits(artifact, prompts), load_file(f"{work}/logits"))
-            within = found["largest_difference_of_largest_logit"] <= LARGEST
-            same = found["same_token"] == found["positions_with_a_gap"]
+            result = compare(artifact_logits(artifact, prompts), load_file(f"{work}/logits"))
+            within = result["largest_difference_of_largest_logit"] <= LARGEST
+            same = result["same_token"] == result["positions_with_a_gap"]
             failed |= not (within and (same or case in ROUNDED))
-            results[case] = found | {"note": ROUNDED.get(case), "passed": within and same}
+            results[case] = result | {"note": ROUNDED.get(case), "passed": within and same}
             print(case, results[case], flush=True)
     write_result(RESULTS / "exports.json", {"model": given.model.name, "engine": versions, "cases": results})
     sys.exit(4 if failed else 0)

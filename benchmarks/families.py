@@ -104,9 +104,9 @@ def examine(kind: str, settings: Settings, folder: Path) -> Row:
     except UnsupportedError as error:
         return {"outcome": "refused", "reason": str(error), "seconds": round(time.perf_counter() - start, 1)}
     with qcompile.load(folder / "artifact") as llm, torch.no_grad():
-        found = compare(llm, reference)
+        result = compare(llm, reference)
     fired = {record.name: record.fired for record in built.passes}
-    return {**found, "passes": fired, "seconds": round(time.perf_counter() - start, 1)}
+    return {**result, "passes": fired, "seconds": round(time.perf_counter() - start, 1)}
 
 
 def compare(llm: Any, reference: Any) -> Row:
@@ -116,12 +116,12 @@ def compare(llm: Any, reference: Any) -> Row:
     for batch in (1, 2):
         for length in lengths:
             ids = tokens(batch, length, llm.vocab_size)
-            wanted, found = reference(ids, use_cache=False).logits, llm.logits(ids)
-            error = max(error, (found - wanted).abs().max().item())
+            wanted, result = reference(ids, use_cache=False).logits, llm.logits(ids)
+            error = max(error, (result - wanted).abs().max().item())
             best = wanted.topk(2).values
             sure = best[..., 0] - best[..., 1] > TORN
             torn += int((~sure).sum())
-            greedy &= bool((found.argmax(-1) == wanted.argmax(-1))[sure].all())
+            greedy &= bool((result.argmax(-1) == wanted.argmax(-1))[sure].all())
     ids = tokens(2, lengths[-1], llm.vocab_size)
     whole = llm.logits(ids)
     cuts = [cut for cut in CUTS if cut < lengths[-1]]

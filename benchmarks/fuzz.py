@@ -64,16 +64,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["QCOMPILE_CACHE"] = cache
         for seed in range(arguments.first, arguments.first + arguments.seeds):
-            found = one(seed)
-            verdicts[found["verdict"]] += 1
-            if found["verdict"] in ("wrong", "crash"):
-                faults.append(found)
-                print(found, flush=True)
-            elif found["verdict"] == "refused":
-                reasons[found["reason"].partition(": ")[2] or found["reason"]] += 1
+            result = one(seed)
+            verdicts[result["verdict"]] += 1
+            if result["verdict"] in ("wrong", "crash"):
+                faults.append(result)
+                print(result, flush=True)
+            elif result["verdict"] == "refused":
+                reasons[result["reason"].partition(": ")[2] or result["reason"]] += 1
             else:
-                recipes[found["recipe"]] += 1
-                worst[found["recipe"]] = max(worst.get(found["recipe"], 0.0), found["errors"]["generated"])
+                recipes[result["recipe"]] += 1
+                worst[result["recipe"]] = max(worst.get(result["recipe"], 0.0), result["errors"]["generated"])
     print(dict(verdicts), f"{time.perf_counter() - started:.0f} s")
     document = {
         "first": arguments.first,

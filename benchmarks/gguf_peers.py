@@ -56,9 +56,9 @@ def peer_perplexity(programs: Path, file: Path, text: Path) -> float:
     """What llama-perplexity prints. Weights are not repacked: some processors with AMX cannot run kernels for that."""
     command = [programs / "llama-perplexity", "-m", file, "-f", text, "-c", str(WINDOW), "--no-repack"]
     ended = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
-    found = re.search(r"Final estimate: PPL = ([\d.]+)", ended.stdout + ended.stderr)
-    assert found is not None
-    return float(found[1])
+    result = re.search(r"Final estimate: PPL = ([\d.]+)", ended.stdout + ended.stderr)
+    assert result is not None
+    return float(result[1])
 
 
 def peer_version(programs: Path) -> str:

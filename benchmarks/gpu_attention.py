@@ -62,13 +62,13 @@ def specs_for(format: str, queries: int, **more: Any) -> dict[str, AttentionSpec
     NEAR_SPLITS splits) are those of prompts."""
     kv = GpuKV(format, KV_HEADS, DIM)
     base = AttentionSpec(kv, HEADS, HEADS * DIM, DIM**-0.5, split=tiles.split_positions(kv))
-    found = {
+    result = {
         work: for_queries(replace(spec, **more), queries)
         for work, spec in tiles.decode_attention(base, limits_of(kv)).items()
     }
     whole = replace(base, cut="whole", **more)
     variants = {"whole": prefill_variants(whole), "far": far_variants(whole, 90)}
-    return found | {
+    return result | {
         work: next(one for most, one in each if not most or queries <= most) for work, each in variants.items()
     }
 
@@ -195,8 +195,8 @@ class HierCache(Cache):
     def staged(self, copy: Tensor, rows: int) -> Tensor:
         """Keys and values of the last `rows` positions of each sequence, as a step of them has them."""
         last = torch.arange(self.context - rows, self.context, device="cuda")
-        found = [[self._ring(copy, s, last, side) for side in range(2)] for s in range(self.batch)]
-        return torch.cat([torch.stack(both, 1) for both in found]).contiguous()
+        result = [[self._ring(copy, s, last, side) for side in range(2)] for s in range(self.batch)]
+        return torch.cat([torch.stack(both, 1) for both in result]).contiguous()
 
 
 def _run(launches: Iterable[Launch]) -> None:
@@ -247,14 +247,14 @@ class Problem:
             todo.append((merge.kernel(90), (tokens, merge.programs, -(-splits // GROUP_SPLITS))))
             if several:
                 todo.append((replace(merge, level=2, final=True).kernel(90), (tokens, HEADS, 1)))
-        found: list[Launch] = []
+        result: list[Launch] = []
         for copy in cache.copies:
             items = copy.view(torch.bfloat16 if spec.kv.bits == 16 else torch.int16)
             words = torch.float32 if spec.kv.hierarchical else torch.int32
             pages = {"kv": items, "kv_words": copy.view(words), "kv_full": copy.view(torch.bfloat16)}
             all_ = [launch(kernel, 90, grid, {**given, **pages}) for kernel, grid in todo]
-            found.append(partial(_run, all_))
-        return found
+            result.append(partial(_run, all_))
+        return result
 
     def relative_error(self, spec: AttentionSpec) -> float:
         """Of `out` as the first copy of the cache left it, over the last group of the first and the last sequence."""
@@ -305,7 +305,7 @@ def sdpa_us(batch: int, context: int, queries: int, backend: Any) -> float | Non
 
 def long_steps(formats: Iterable[str]) -> list[dict[str, Any]]:
     """Steps of many rows of a sequence, as of prompts."""
-    found = []
+    result = []
     for format, (rows, context) in itertools.product(formats, LONG):
         kv = GpuKV(format, KV_HEADS, DIM)
         problem = Problem((HierCache if kv.hierarchical else Cache)(kv, 1, context), rows)
@@ -314,10 +314,10 @@ def long_steps(formats: Iterable[str]) -> list[dict[str, Any]]:
         launches[0]()
         error = problem.relative_error(spec)
         us = graph_us(launches, 9, 16)
-        found.append({"rows": rows, "context": context, "format": format, "us": us, "relative_error": error})
+        result.append({"rows": rows, "context": context, "format": format, "us": us, "relative_error": error})
         note = f"error {error:.1e} {'' if error < MOST_ERROR else 'WRONG'}"
         print(f"{rows:3} rows to {context:6} {format:8} {us:8.1f} us  {note}", flush=True)
-    return found
+    return result
 
 
 def candidates(search: bool) -> list[dict[str, Any]]:
@@ -329,7 +329,7 @@ def candidates(search: bool) -> list[dict[str, Any]]:
 
 def more_scores(formats: Iterable[str], cases: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
     """Steps of one row a sequence with what SCORES has, one after the other in two rounds, the shorter time of each."""
-    found = []
+    result = []
     for (batch, context), format in itertools.product(cases, formats):
         kv = GpuKV(format, KV_HEADS, DIM)
         cache = (HierCache if kv.hierarchical else Cache)(kv, batch, context)
@@ -344,10 +344,10 @@ def more_scores(formats: Iterable[str], cases: Iterable[tuple[int, int]]) -> lis
         times = [{name: graph_us(launches) for name, launches in ready.items()} for _ in range(2)]
         row |= {f"{name}_us": min(each[name] for each in times) for name in ready}
         print(" ".join(f"{k} {round(v, 5) if isinstance(v, float) else v}" for k, v in row.items()), flush=True)
-        found.append(row)
+        result.append(row)
         del cache, problem, ready
         torch.cuda.empty_cache()
-    return found
+    return result
 
 
 def rows_that_differ(cache: Cache, format: str, **more: Any) -> int:
@@ -379,9 +379,9 @@ def main() -> None:
     search, paths = "--search" in sys.argv, [a for a in sys.argv[1:] if not a.startswith("--")]
     backends = torch.nn.attention.SDPBackend
     if "--scores" in sys.argv:
-        found = {**facts(), "scores": more_scores(FORMATS, ((1, 8192), (64, 1024)))}
+        result = {**facts(), "scores": more_scores(FORMATS, ((1, 8192), (64, 1024)))}
         for path in paths:
-            Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         return
     results: dict[str, Any] = {**facts(), "rivals": [], "kernels": [], "bits": []}
     cuts, asked = candidates(search), (1,) if search else (1, 5)

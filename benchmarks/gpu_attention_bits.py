@@ -132,15 +132,15 @@ def bits(format: str, heads: str, scores: str) -> dict[str, Any]:
     assert want[:-1].isfinite().all() and want[-1].isnan().all()
     row: dict[str, Any] = {"format": format, "heads": heads, "scores": scores, "kernels": {}}
     for spec in others:
-        found = step.output(spec)
-        differ = (found.view(torch.int32) != want.view(torch.int32)).any(-1)
+        result = step.output(spec)
+        differ = (result.view(torch.int32) != want.view(torch.int32)).any(-1)
         row["kernels"][name_of(spec)] = int(differ.sum())
     return row
 
 
 def long(format: str) -> list[dict[str, Any]]:
     """Microseconds of steps of many rows by warp groups, and of the kernel that unpacks pages before."""
-    found = []
+    result = []
     for rows, end in LONG:
         some = [spec for spec in kernels(format, "groups of 4") if spec.warp_specialized]
         cache = Cache(some[0].kv, 1, end)
@@ -155,14 +155,14 @@ def long(format: str) -> list[dict[str, Any]]:
         pairs = rows * end - rows * (rows - 1) // 2
         row["TFLOP/s"] = 4e-6 * pairs * some[0].heads * some[0].kv.dim / min(row[name_of(spec)] for spec in some)
         print(row, flush=True)
-        found.append(row)
+        result.append(row)
         torch.cuda.empty_cache()
-    return found
+    return result
 
 
 def mixed(format: str) -> list[dict[str, Any]]:
     """Microseconds of steps that mix a prompt with decoding."""
-    found = []
+    result = []
     for lengths in MIXED:
         first, *others = kernels(format, "groups of 4")
         context = max(end for _, end in lengths)
@@ -179,9 +179,9 @@ def mixed(format: str) -> list[dict[str, Any]]:
         decode = Problem(of_decoding, rows)
         row["decoding, its own"] = graph_us(decode.launches(for_queries(spec, rows)), 9, 16)
         print(row, flush=True)
-        found.append(row)
+        result.append(row)
         torch.cuda.empty_cache()
-    return found
+    return result
 
 
 def main() -> None:

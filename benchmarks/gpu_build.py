@@ -27,17 +27,17 @@ def build(recipe: str, target: str, folder: Path) -> dict[str, Any]:
 
     empty_checkpoint(folder)
     started = time.perf_counter()
-    found = pipeline.plan(folder, target=target, recipe=recipe)
+    result = pipeline.plan(folder, target=target, recipe=recipe)
     planned = time.perf_counter()
     machine = targets.get_target(target)
-    files = backend_of(machine).prepare(found.programs, machine, found.lookup)(None)
+    files = backend_of(machine).prepare(result.programs, machine, result.lookup)(None)
     kernels = sum(name.endswith(".cubin") for name in files)
     return {"plan_seconds": planned - started, "kernel_seconds": time.perf_counter() - planned, "kernels": kernels}
 
 
 def twice(recipe: str, target: str) -> dict[str, Any]:
     """A build with an empty cache of kernels, and one more."""
-    found: dict[str, Any] = {"recipe": recipe, "target": target}
+    result: dict[str, Any] = {"recipe": recipe, "target": target}
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as folder:
         for name in ("first", "second"):
             command = [sys.executable, __file__, "--once", recipe, target, folder]
@@ -46,9 +46,9 @@ def twice(recipe: str, target: str) -> dict[str, Any]:
                 command, env={**os.environ, "QCOMPILE_CACHE": cache}, capture_output=True, text=True, check=True
             )
             seconds = time.perf_counter() - started
-            found[name] = {"seconds": seconds, **json.loads(done.stdout.splitlines()[-1])}
-    print(found, flush=True)
-    return found
+            result[name] = {"seconds": seconds, **json.loads(done.stdout.splitlines()[-1])}
+    print(result, flush=True)
+    return result
 
 
 def main() -> None:

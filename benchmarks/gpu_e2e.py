@@ -181,10 +181,10 @@ def open_random(
     of recurrent states if it has any."""
     machine = targets.get_target(this_target())
     started = time.perf_counter()
-    found = pipeline.plan(folder, target=machine.name, recipe=recipe)
-    files = backend_of(machine).prepare(found.programs, machine, found.lookup)(None)
+    result = pipeline.plan(folder, target=machine.name, recipe=recipe)
+    files = backend_of(machine).prepare(result.programs, machine, result.lookup)(None)
     seconds = time.perf_counter() - started
-    plans = [json.loads(files[f"{name}.plan.json"]) for name in found.programs]
+    plans = [json.loads(files[f"{name}.plan.json"]) for name in result.programs]
     gpu = driver()
     functions = {}
     for label, kernel in {k: v for plan in plans for k, v in plan["kernels"].items()}.items():
@@ -192,8 +192,8 @@ def open_random(
         assert isinstance(cubin, bytes)
         module = gpu.module(cubin, lambda: b"", print)
         functions[label] = gpu.function(module, kernel["function"], kernel["shared_bytes"])
-    blobs = [(name, size) for weight in found.weights for name, size in weight.blobs]
-    calls = [call for program in found.programs.values() for call in program.calls]
+    blobs = [(name, size) for weight in result.weights for name, size in weight.blobs]
+    calls = [call for program in result.programs.values() for call in program.calls]
     constant = {getattr(call, "bias", None): 0.0 for call in calls}
     constant |= {getattr(call, "rates", None): -0.1 for call in calls}  # of decay: states would grow without bound
     memory = [
@@ -202,8 +202,8 @@ def open_random(
     ]
     addresses = {name: tensor.data_ptr() for (name, _), tensor in zip(blobs, memory, strict=True)}
     torch.cuda.synchronize()
-    kv = found.program.kv
-    sizes = found.program.vocab_size, kv.page_tokens, context, kv.ring_tokens
+    kv = result.program.kv
+    sizes = result.program.vocab_size, kv.page_tokens, context, kv.ring_tokens
     limits = Limits(rows, *sizes, slots=slots, most_outputs=MOST_OUTPUTS)
     pages = -(-tokens // context) * limits.pages_for(context)
     target = CudaExecutor(gpu, plans[0], functions, addresses, pages, limits)
@@ -249,7 +249,7 @@ def kernel_times(executor: CudaExecutor, rows: list[Rows]) -> dict[str, list[flo
     by_kernel: dict[str, list[Any]] = {}
     for _, call in executor.prepare(executor.plan["launches"], counts):
         by_kernel.setdefault(names[call.function], []).append(call)
-    found = {}
+    result = {}
     for label, calls in by_kernel.items():
         repeats = -(-64 // len(calls))
         with gpu.captured() as graph:
@@ -264,8 +264,8 @@ def kernel_times(executor: CudaExecutor, rows: list[Rows]) -> dict[str, list[flo
             gpu.synchronize()
             times.append(gpu.seconds_between(start, end))
         gpu.drop(graph[0])
-        found[label] = [1e6 * sorted(times)[2] / (len(calls) * repeats), len(calls)]
-    return found
+        result[label] = [1e6 * sorted(times)[2] / (len(calls) * repeats), len(calls)]
+    return result
 
 
 def largest(opened: Opened, tokens_in: int = 1024, tokens_out: int = 512) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def torch_rates(batches: tuple[int, ...], settings: dict[str, Any] = CONFIG) -> 
         attention = "eager" if settings is SINKS else "sdpa"  # torch's own takes no sinks
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         torch.set_default_dtype(torch.float32)
-    found = {}
+    result = {}
     for batch in batches:
         cache = StaticCache(config=config, max_cache_len=CONTEXT + 2 * STEPS)
 
@@ -323,10 +323,10 @@ def torch_rates(batches: tuple[int, ...], settings: dict[str, Any] = CONFIG) -> 
                 token = fast(token, place).clone()
                 place += 1
             torch.cuda.synchronize()
-            found[batch] = batch * STEPS / (time.perf_counter() - started)
-        print(f"torch bf16 batch {batch:3}: {found[batch]:8.0f} tokens/s", flush=True)
+            result[batch] = batch * STEPS / (time.perf_counter() - started)
+        print(f"torch bf16 batch {batch:3}: {result[batch]:8.0f} tokens/s", flush=True)
         torch._dynamo.reset()
-    return found
+    return result
 
 
 def measure(recipe: str, folder: Path) -> dict[str, Any]:
@@ -350,10 +350,10 @@ def measure_largest(recipe: str, folder: Path) -> dict[str, Any]:
         free = torch.cuda.mem_get_info()[0]
         with_cache = int((free - (24 << 30)) // (1 << 17) // 1536 * 1536)
     opened = open_random(recipe, folder, with_cache, 1536)
-    found = largest(opened)
+    result = largest(opened)
     opened.close()
-    print(f"{recipe:16} largest batch", found, flush=True)
-    return found
+    print(f"{recipe:16} largest batch", result, flush=True)
+    return result
 
 
 def main() -> None:

@@ -125,8 +125,10 @@ def slots_of(index: Tensor, tokens: int) -> dict[str, Tensor]:
     chosen = index[:, :SLOTS].flatten()
     assert torch.equal(made["order"].long(), torch.sort(chosen, stable=True).indices)
     listed = made["blocks"][: grid_size(spec.grid, {"tokens": rows})]
-    found = listed[listed[:, 0] >= 0]
-    assert int((found[:, 2] - found[:, 1]).sum()) == rows * SLOTS and bool((found[:, 2] - found[:, 1] <= tokens).all())
+    result = listed[listed[:, 0] >= 0]
+    assert int((result[:, 2] - result[:, 1]).sum()) == rows * SLOTS and bool(
+        (result[:, 2] - result[:, 1] <= tokens).all()
+    )
     return made
 
 
@@ -143,7 +145,7 @@ def outputs(spec: gemm.KernelSpec, packed: dict[str, Tensor], x: list[Tensor], i
 
 def check_gemms() -> list[dict[str, Any]]:
     """Errors of each format and shape, and outputs with bits that depend on the program or on a step's other tokens."""
-    found = []
+    result = []
     for format, (packing, activation) in FORMATS.items():
         number_format = packing.removesuffix("_int8")
         for name, (rows, k, by_slot, gated) in SHAPES.items():
@@ -171,8 +173,8 @@ def check_gemms() -> list[dict[str, Any]]:
             row: dict[str, Any] = {"kernel": "expert_gemm", "format": format, "shape": name}
             row |= {"error": error, "different_bits": differing}
             print(row, flush=True)
-            found.append(row)
-    return found
+            result.append(row)
+    return result
 
 
 def route_spec() -> RouteSpec:

@@ -68,9 +68,9 @@ def prepare(name: str, recipe: str, target: str, folder: Path) -> Row:
     return row
 
 
-def distances(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def distances(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Of logits [..., vocabulary] from those wanted, relative to their norm, of each position."""
-    return (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    return (result - wanted).norm(dim=-1) / wanted.norm(dim=-1)
 
 
 def examine(folder: Path, cpu_error: float) -> Row:
@@ -78,11 +78,11 @@ def examine(folder: Path, cpu_error: float) -> Row:
     wanted = torch.load(folder / "logits.pt")
     ids = tokens(2, LENGTH, wanted.shape[-1])
     with qcompile.load(folder / "artifact", kv_cache_bytes=1 << 27) as llm:
-        found = llm.logits(ids)
-        bits = found.view(torch.int32)
+        result = llm.logits(ids)
+        bits = result.view(torch.int32)
         differ = {str(c): int((llm.logits(ids, chunk=c).view(torch.int32) != bits).sum()) for c in CHUNKS}
         differ["alone"] = int((llm.logits(ids[:1]).view(torch.int32) != bits[:1]).sum())
-    far = distances(found, wanted)
+    far = distances(result, wanted)
     error = float(far.median())
     right = error <= OVER_CPU * cpu_error and not any(differ.values())
     return {

@@ -66,8 +66,8 @@ def compare(problem: Problem, epilogue: str) -> dict[int, int]:
 
     want = product(decode, max(ROWS))
     assert want.isfinite().all()
-    found = {rows: product(spec_of(problem.format, n, k, epilogue, rows), rows) for rows in ROWS}
-    return {rows: int((out.view(torch.int32) != want[:rows].view(torch.int32)).sum()) for rows, out in found.items()}
+    result = {rows: product(spec_of(problem.format, n, k, epilogue, rows), rows) for rows in ROWS}
+    return {rows: int((out.view(torch.int32) != want[:rows].view(torch.int32)).sum()) for rows, out in result.items()}
 
 
 def main() -> None:

@@ -126,11 +126,11 @@ def rows_that_depend_on_m(problem: Problem) -> int:
     """Outputs that differ in any bit between M = 16 and another M, each by the kernel that a step of M rows runs."""
     x = problem.activations(max(STEPS))
     whole = _product(problem, [t[:DECODE_TOKENS].contiguous() for t in x])
-    found = 0
+    result = 0
     for tokens in (*range(1, DECODE_TOKENS), *STEPS):
         part, least = _product(problem, [t[:tokens].contiguous() for t in x]), min(tokens, DECODE_TOKENS)
-        found += int((part[:least].view(torch.int16) != whole[:least].view(torch.int16)).sum())
-    return found
+        result += int((part[:least].view(torch.int16) != whole[:least].view(torch.int16)).sum())
+    return result
 
 
 def _product(problem: Problem, x: list[torch.Tensor]) -> torch.Tensor:
@@ -206,12 +206,12 @@ def main() -> None:
             _print(f"{n}, {k}", name, [times[m][name] for m in TABLE])
         del rivals
         for format, x_groups in formats:
-            found = measure(format, x_groups, n, k)
-            results["kernels"].append(found)
-            us = {row["M"]: row["us"] for row in found["times"]}
+            result = measure(format, x_groups, n, k)
+            results["kernels"].append(result)
+            us = {row["M"]: row["us"] for row in result["times"]}
             slower = [m for m in TOKENS if us[m] >= (times[m]["bf16 cuBLAS"] or 0)]
-            worst = max(row["relative_error"] for row in found["times"])
-            note = f"error {worst:.1e}, depend on M {found['depend_on_m']}, slower than cuBLAS at {slower}"
+            worst = max(row["relative_error"] for row in result["times"])
+            note = f"error {worst:.1e}, depend on M {result['depend_on_m']}, slower than cuBLAS at {slower}"
             name = format + (" x_groups" if x_groups else "")
             _print(f"{n}, {k}", name, [us[m] for m in TABLE], note)
             torch.cuda.empty_cache()

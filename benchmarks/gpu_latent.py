@@ -119,10 +119,10 @@ class Problem:
             if whole:
                 yield [launch(spec[1].kernel(90), 90, (programs, cache.batch, 1), given | pages)]
                 continue
-            found = [launch(spec[0].kernel(90), 90, (programs, cache.batch, splits), given | pages)]
+            result = [launch(spec[0].kernel(90), 90, (programs, cache.batch, splits), given | pages)]
             if merged:
-                found.append(launch(merge.kernel(90), 90, (self.tokens, merge.programs, 1), given))
-            yield found
+                result.append(launch(merge.kernel(90), 90, (self.tokens, merge.programs, 1), given))
+            yield result
 
     def run(self, whole: bool = False) -> Tensor:
         """Results f32 [tokens, heads, value features]."""
@@ -153,12 +153,12 @@ class Problem:
 def specs(format: str, heads: int, split: int = 0) -> tuple[tuple[LatentSpec, LatentSpec], MergeSpec]:
     """The kernels of splits and of all positions, and of the merge."""
     kv, target = GpuKV(format, 1, DIM, leaves=1, value=VALUE), get_target(this_target())
-    found, split = [], split or split_positions(kv)
+    result, split = [], split or split_positions(kv)
     for cut in ("split", "whole"):
         spec = LatentSpec(kv, heads, heads * DIM, DIM**-0.5, split=split, cut=cut)
-        found.append(shape_for(spec, target.capability, target.shared_bytes))
+        result.append(shape_for(spec, target.capability, target.shared_bytes))
     merge = MergeSpec(kv, heads, split=split, most_splits=ALL_SPLITS)
-    return (found[0], found[1]), merge
+    return (result[0], result[1]), merge
 
 
 def compiled_kernels(splits: Sequence[int], formats: Sequence[str]) -> None:
@@ -174,13 +174,13 @@ def checked(format: str, heads: int) -> Row:
     """How far a step is from float64, and numbers with other bits than by a prompt's kernel or in a step of one row."""
     torch.manual_seed(0)
     problem = Problem(Cache(format, 2, 1500, 1), heads, QUERIES)
-    found, whole = problem.run(), problem.run(whole=True)
+    result, whole = problem.run(), problem.run(whole=True)
     wanted = problem.wanted(1)
-    error = ((found[QUERIES:].double() - wanted).norm() / wanted.norm()).item()
+    error = ((result[QUERIES:].double() - wanted).norm() / wanted.norm()).item()
     last = Problem(problem.cache, heads)
     last.q = problem.q[QUERIES - 1 :: QUERIES].contiguous()
-    differ = (found.view(torch.int32) != whole.view(torch.int32)).sum()
-    differ += (found[QUERIES - 1 :: QUERIES].view(torch.int32) != last.run().view(torch.int32)).sum()
+    differ = (result.view(torch.int32) != whole.view(torch.int32)).sum()
+    differ += (result[QUERIES - 1 :: QUERIES].view(torch.int32) != last.run().view(torch.int32)).sum()
     row = {"format": format, "heads": heads, "error": error, "different_bits": int(differ)}
     print(f"{format} {heads} heads: error {error:.1e}, {int(differ)} numbers differ", flush=True)
     return row
@@ -221,25 +221,25 @@ def kernels(formats: Sequence[str]) -> Row:
     read = Read.measured()
     print(f"reading {read.bytes_a_us / 1e6:.2f} TB/s", flush=True)
     heads = sorted({heads for heads, _, _ in CASES})
-    found: Row = {"reading_tb_s": read.bytes_a_us / 1e6, "decoding": []}
-    found["checks"] = [checked(format, each) for format in formats for each in heads]
+    result: Row = {"reading_tb_s": read.bytes_a_us / 1e6, "decoding": []}
+    result["checks"] = [checked(format, each) for format in formats for each in heads]
     for format in formats:
         for case in CASES:
-            found["decoding"].append(timed(format, *case, read))
+            result["decoding"].append(timed(format, *case, read))
             torch.cuda.empty_cache()
-    return found
+    return result
 
 
 def splits() -> list[Row]:
     """Times by the positions of a split."""
     compiled_kernels(SPLITS, FORMATS[:1])
-    read, found = Read.measured(), []
+    read, result = Read.measured(), []
     for split in SPLITS:
         print(f"splits of {split}", flush=True)
         for case in CASES:
-            found.append({"split": split, **timed(FORMATS[0], *case, read, split)})
+            result.append({"split": split, **timed(FORMATS[0], *case, read, split)})
             torch.cuda.empty_cache()
-    return found
+    return result
 
 
 # ---- models ------------------------------------------------------------------------------------------
@@ -262,11 +262,11 @@ def examine(case: str, folder: Path) -> Row:
     options = {"cache.format": format}
     qcompile.build(graph, artifact, target=this_target(), recipe=recipe, options=options)
     with qcompile.load(artifact, kv_cache_bytes=1 << 27) as llm:
-        found = llm.logits(ids)
-        bits = found.view(torch.int32)
+        result = llm.logits(ids)
+        bits = result.view(torch.int32)
         differ = {str(c): int((llm.logits(ids, chunk=c).view(torch.int32) != bits).sum()) for c in (1, 2, 5, 17, 40)}
         differ["alone"] = int((llm.logits(ids[:1]).view(torch.int32) != bits[:1]).sum())
-    error = ((found - wanted).norm() / wanted.norm()).item()
+    error = ((result - wanted).norm() / wanted.norm()).item()
     print(f"{case}: error {error:.4f}, {sum(differ.values())} logits differ", flush=True)
     return {"model": case, "error": error, "different_bits": differ}
 

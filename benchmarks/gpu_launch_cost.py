@@ -66,7 +66,7 @@ def medians(ways: Mapping[str, Callable[[], None]], device: Driver) -> dict[str,
                 launch()
             seconds[name].append((time.perf_counter() - start) / LAUNCHES)
             device.synchronize()
-    return {name: round(1e6 * statistics.median(found), 3) for name, found in seconds.items()}
+    return {name: round(1e6 * statistics.median(result), 3) for name, result in seconds.items()}
 
 
 def run_python(stop: threading.Event) -> None:
@@ -86,17 +86,17 @@ def main() -> int:
         "ctypes": prepared.run,
         "cuda-bindings": with_bindings(device.stream or 0, function),
     }
-    found = {"alone": medians(ways, device)}
+    outcome = {"alone": medians(ways, device)}
     stop = threading.Event()
     busy = threading.Thread(target=run_python, args=(stop,))
     busy.start()
-    found["beside a busy thread"] = medians(ways, device)
+    outcome["beside a busy thread"] = medians(ways, device)
     stop.set()
     busy.join()
-    result = {**facts(), "cuda-bindings": version("cuda-bindings"), "microseconds_per_launch": found}
+    result = {**facts(), "cuda-bindings": version("cuda-bindings"), "microseconds_per_launch": outcome}
     gpu = "h200" if "H200" in result["device"] else "h100"
     (RESULTS / f"gpu_launch_cost_{gpu}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found))
+    print(json.dumps(outcome))
     return 0
 
 

@@ -111,9 +111,9 @@ class VllmEngine:
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         params = [self._sampling(request) for request in requests]
         began = time.perf_counter()
-        found = self._llm.generate(prompts, params, use_tqdm=False)
+        result = self._llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
-        assert [len(each.outputs[0].token_ids) for each in found] == [request.outputs for request in requests]
+        assert [len(each.outputs[0].token_ids) for each in result] == [request.outputs for request in requests]
         return seconds
 
     def replay(self, requests: Sequence[Request]) -> list[Times]:
@@ -158,9 +158,9 @@ class OurEngine:
     def generate(self, requests: Sequence[Request]) -> float:
         params = [self._params(temperature=0, max_tokens=r.outputs, ignore_eos=True) for r in requests]
         began = time.perf_counter()
-        found = self._llm.generate([request.prompt for request in requests], params)
+        result = self._llm.generate([request.prompt for request in requests], params)
         seconds = time.perf_counter() - began
-        assert [len(each.outputs[0].token_ids) for each in found] == [request.outputs for request in requests]
+        assert [len(each.outputs[0].token_ids) for each in result] == [request.outputs for request in requests]
         return seconds
 
     def replay(self, requests: Sequence[Request]) -> list[Times]:
@@ -180,28 +180,28 @@ def main() -> None:
     folder, context = Path(job["folder"]), job["context"]
     given = job["scheme"], folder, context, job["sequences"]
     engine = VllmEngine(*given, job["options"]) if job["engine"] == "vllm" else OurEngine(*given)
-    found: dict[str, Any] = {"version": engine.version, "start_seconds": time.perf_counter() - started}
+    result: dict[str, Any] = {"version": engine.version, "start_seconds": time.perf_counter() - started}
     workloads, job_loads = Workloads(engine), job["workloads"]
     label = f"{job['engine']}:{job['scheme']}"
     for kind, cases in job_loads.items():
         if kind == "trace":
-            found[kind] = workloads.trace(cases["loads"], cases["capacity"])
-            print(label, kind, found[kind], flush=True)
+            result[kind] = workloads.trace(cases["loads"], cases["capacity"])
+            print(label, kind, result[kind], flush=True)
         else:
-            found[kind] = {}
+            result[kind] = {}
             for case in cases:
                 key = " x ".join(map(str, case))
-                found[kind][key] = getattr(workloads, kind)(*case)
-                print(f"{label} {kind} {key}: {found[kind][key]:,.0f} tokens/s", flush=True)
-                out.write_text(json.dumps(found))
-        out.write_text(json.dumps(found))
+                result[kind][key] = getattr(workloads, kind)(*case)
+                print(f"{label} {kind} {key}: {result[kind][key]:,.0f} tokens/s", flush=True)
+                out.write_text(json.dumps(result))
+        out.write_text(json.dumps(result))
     if job["kernels"] and isinstance(engine, OurEngine):
-        found["kernels"] = {f"{batch} x {context}": engine.kernels(batch, context) for batch, context in PROFILED}
-        for case, times in found["kernels"].items():
+        result["kernels"] = {f"{batch} x {context}": engine.kernels(batch, context) for batch, context in PROFILED}
+        for case, times in result["kernels"].items():
             print(f"{case}: {sum(us * count for us, count in times.values()):.0f} us", flush=True)
             for name, (us, count) in times.items():
                 print(f"    {us:7.1f} x {count:3} {name}", flush=True)
-    out.write_text(json.dumps(found))
+    out.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

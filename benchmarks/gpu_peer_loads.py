@@ -90,14 +90,14 @@ class Workloads:
         at_once = self.engine.generate([Request(self.prompt(length), outputs) for length, outputs in lengths])
         own = len(lengths) / at_once
         outputs = sum(outputs for _, outputs in lengths)
-        found: dict[str, Any] = {"own_capacity": own, "output_tokens_per_second": outputs / at_once, "loads": {}}
+        result: dict[str, Any] = {"own_capacity": own, "output_tokens_per_second": outputs / at_once, "loads": {}}
         for load in loads:
             now, arriving = 0.0, []
             for length, count in lengths:
                 now += self.draw.expovariate(load * (capacity or own))
                 arriving.append(Request(self.prompt(length), count, now))
-            found["loads"][load] = summary(self.engine.replay(arriving))
-        return found
+            result["loads"][load] = summary(self.engine.replay(arriving))
+        return result
 
 
 def _log_uniform(draw: random.Random, limits: tuple[int, int]) -> int:
@@ -108,12 +108,12 @@ def _log_uniform(draw: random.Random, limits: tuple[int, int]) -> int:
 def summary(times: Sequence[Times]) -> dict[str, float]:
     """Median and 99th percentile, in milliseconds, of times to first tokens and between tokens."""
     firsts, between = [each.first for each in times], [gap for each in times for gap in each.between]
-    found = {}
+    result = {}
     for name, values in (("first", firsts), ("between", between)):
         values = sorted(1e3 * value for value in values)
-        found[f"{name}_p50_ms"] = statistics.median(values)
-        found[f"{name}_p99_ms"] = values[min(len(values) - 1, int(0.99 * len(values)))]
-    return found
+        result[f"{name}_p50_ms"] = statistics.median(values)
+        result[f"{name}_p99_ms"] = values[min(len(values) - 1, int(0.99 * len(values)))]
+    return result
 
 
 def replayed(engine: Any, requests: Sequence[Request]) -> list[Times]:

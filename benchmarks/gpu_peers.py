@@ -64,23 +64,23 @@ def run_engine(job: dict[str, Any], path: str | None) -> dict[str, Any]:
         given.write_text(json.dumps(job))
         script = Path(__file__).with_name("gpu_peer_engines.py")
         ended = subprocess.run([sys.executable, str(script), str(given), str(out)], env=environment, check=False)
-        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+        result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     if ended.returncode:
-        found["error"] = f"exit code {ended.returncode}"
-        print(f"{job['engine']}:{job['scheme']} failed: {found['error']}", flush=True)
-    return found
+        result["error"] = f"exit code {ended.returncode}"
+        print(f"{job['engine']}:{job['scheme']} failed: {result['error']}", flush=True)
+    return result
 
 
 def ratios(ours: dict[str, Any], peers: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Of each case, the best scheme of qcompile beside the best of vLLM."""
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for kind in ("decode", "prompts", "requests"):
         best = [
             {case: max(s[kind][case] for s in side.values() if case in s.get(kind, {})) for case in _cases(side, kind)}
             for side in (ours, peers)
         ]
-        found[kind] = {case: best[0][case] / best[1][case] for case in best[0] if case in best[1]}
-    return found
+        result[kind] = {case: best[0][case] / best[1][case] for case in best[0] if case in best[1]}
+    return result
 
 
 def _cases(side: dict[str, Any], kind: str) -> list[str]:
@@ -93,7 +93,7 @@ def measure(model: str, options: dict[str, str], vllm: str | None, paths: list[P
     long, quick = "long" in options, "quick" in options
     context = (LONG_PROMPTS[0] if long else PROMPTS[-1]) + 1024
     context = min(context, MODELS[model]["max_position_embeddings"])
-    found = results["models"].setdefault(model, {"config": MODELS[model], "vllm": {}, "ours": {}})
+    result = results["models"].setdefault(model, {"config": MODELS[model], "vllm": {}, "ours": {}})
     capacity = None
     for side, schemes in (("vllm", options.get("vllm", "fp8kv8")), ("ours", options.get("ours", "qserve"))):
         if side == "vllm" and vllm is None:
@@ -105,11 +105,11 @@ def measure(model: str, options: dict[str, str], vllm: str | None, paths: list[P
                 job |= {"sequences": int(options.get("sequences", SEQUENCES)), "kernels": "kernels" in options}
                 job["options"] = VLLM_OPTIONS.get(model, {})
                 job["workloads"] = workloads_of(kinds, quick, long, capacity)
-                found[side][scheme] = run_engine(job, vllm if side == "vllm" else None)
-            capacity = capacity or found[side][scheme].get("trace", {}).get("own_capacity")
-            found["ratios"] = ratios(found["ours"], found["vllm"])
+                result[side][scheme] = run_engine(job, vllm if side == "vllm" else None)
+            capacity = capacity or result[side][scheme].get("trace", {}).get("own_capacity")
+            result["ratios"] = ratios(result["ours"], result["vllm"])
             write(results, paths)
-    for kind, cases in found.get("ratios", {}).items():
+    for kind, cases in result.get("ratios", {}).items():
         print(model, kind, {case: round(ratio, 2) for case, ratio in cases.items()}, flush=True)
 
 
@@ -126,7 +126,7 @@ def main() -> None:
     for model in models:
         measure(model, options, vllm, paths, results)
     engines = [
-        side for found in results["models"].values() for name in ("vllm", "ours") for side in found[name].values()
+        side for result in results["models"].values() for name in ("vllm", "ours") for side in result[name].values()
     ]
     if any("error" in engine for engine in engines):
         raise SystemExit(1)

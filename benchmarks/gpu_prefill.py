@@ -60,8 +60,8 @@ def mixed_seconds(executor: CudaExecutor) -> dict[str, float]:
     """Of a mixed step in both orders, and of its parts as two steps."""
     decoding, prompt = mixed_rows(executor)
     every = {"decoding first": decoding + prompt, "prompt first": prompt + decoding}
-    found = {name: rows_seconds(executor, rows) for name, rows in every.items()}
-    return found | {"two steps": rows_seconds(executor, decoding) + rows_seconds(executor, prompt)}
+    result = {name: rows_seconds(executor, rows) for name, rows in every.items()}
+    return result | {"two steps": rows_seconds(executor, decoding) + rows_seconds(executor, prompt)}
 
 
 def rows_seconds(executor: CudaExecutor, rows: list[Rows], repeats: int = 5) -> float:
@@ -95,7 +95,7 @@ def measure(recipe: str, folder: Path, sizes: Sequence[int], kernels: bool) -> d
     opened = open_random(recipe, folder, tokens, PROMPTS[-1], max(*sizes, MIXED_ROWS))
     executor = opened.target
     contexts = {size: [c for c in CONTEXTS if c + size <= PROMPTS[-1]] for size in sizes}
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "steps_ms": {
             size: {c: 1e3 * rows_seconds(executor, step_rows(executor, c, size)) for c in contexts[size]}
             for size in sizes
@@ -106,18 +106,20 @@ def measure(recipe: str, folder: Path, sizes: Sequence[int], kernels: bool) -> d
         "spilling": opened.notes["spilling"],
     }
     for size in sizes:
-        print(f"{recipe:12} {size:5} ms:", *(f"{c}: {ms:.2f}" for c, ms in found["steps_ms"][size].items()), flush=True)
-        print(f"{'':12} {'':5} tok/s:", *(f"{n}: {r:,.0f}" for n, r in found["prompts"][size].items()), flush=True)
-    print(f"{'':12} mixed:", *(f"{name} {ms:.2f}" for name, ms in found["mixed_ms"].items()), flush=True)
+        print(
+            f"{recipe:12} {size:5} ms:", *(f"{c}: {ms:.2f}" for c, ms in result["steps_ms"][size].items()), flush=True
+        )
+        print(f"{'':12} {'':5} tok/s:", *(f"{n}: {r:,.0f}" for n, r in result["prompts"][size].items()), flush=True)
+    print(f"{'':12} mixed:", *(f"{name} {ms:.2f}" for name, ms in result["mixed_ms"].items()), flush=True)
     if kernels:
-        found["kernels"] = {c: kernel_times(executor, step_rows(executor, c, max(sizes))) for c in PROFILED}
-        for context, times in found["kernels"].items():
+        result["kernels"] = {c: kernel_times(executor, step_rows(executor, c, max(sizes))) for c in PROFILED}
+        for context, times in result["kernels"].items():
             total = sum(us * count for us, count in times.values())
             print(f"  at {context}: {total:.0f} us", flush=True)
             for label, (us, count) in times.items():
                 print(f"    {us:7.1f} x {count:3} {label}", flush=True)
     opened.close()
-    return found
+    return result
 
 
 def torch_rates() -> Iterator[tuple[int, float]]:

@@ -39,8 +39,8 @@ def shape(model: str, layers: int) -> dict[str, Any]:
 def operations(program: Program, rows: int, context: int) -> dict[str, float]:
     """Multiplications and additions of GEMMs and attention, by the name of the call."""
     pairs = rows * context + rows * (rows + 1) // 2
-    found = {c.name: 2.0 * c.n * c.k * rows for c in program.calls if isinstance(c, Gemm) and c.epilogue != "logits"}
-    return found | {c.name: 4.0 * c.heads * c.head_dim * pairs for c in program.calls if isinstance(c, Attention)}
+    result = {c.name: 2.0 * c.n * c.k * rows for c in program.calls if isinstance(c, Gemm) and c.epilogue != "logits"}
+    return result | {c.name: 4.0 * c.heads * c.head_dim * pairs for c in program.calls if isinstance(c, Attention)}
 
 
 def profile(executor: CudaExecutor, program: Program, rows: int, context: int) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def main() -> None:
             program = pipeline.plan(folder, target=target.name, recipe=recipe).program
             opened = open_random(recipe, folder, 1 << 15, 1 << 15, max(rows for rows, _ in steps), slots=1)
             print(recipe, opened.notes, flush=True)
-            found = results["recipes"][recipe] = []
+            result = results["recipes"][recipe] = []
             for rows, context in steps:
-                found.append(profile(opened.target, program, rows, context))
+                result.append(profile(opened.target, program, rows, context))
                 write(results, paths)
             opened.close()
 

@@ -68,8 +68,8 @@ def different_bits(llm: qcompile.LLM) -> dict[str, int]:
             step(i, begin, min(begin + 512, start), 0)
     alone = [np.concatenate([step(i, s + r, s + r + 1, 1) for r in range(LAST)]) for i, s in enumerate(starts)]
 
-    def differ(found: Sequence[np.ndarray], rows: int) -> int:
-        return sum(int((a != b[:rows]).sum()) for a, b in zip(found, alone, strict=True))
+    def differ(outcome: Sequence[np.ndarray], rows: int) -> int:
+        return sum(int((a != b[:rows]).sum()) for a, b in zip(outcome, alone, strict=True))
 
     result = {}
     for rows in (2, 3, 4, 5, LAST):
@@ -89,17 +89,17 @@ def exactness(llm: qcompile.LLM, prompts: list[str]) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=TOKENS)
     llm.engine.speculation.gamma = 0
     plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    found: dict[str, Any] = {"tokens": sum(map(len, plain)), "differing": {}}
+    result: dict[str, Any] = {"tokens": sum(map(len, plain)), "differing": {}}
     for gamma in GAMMAS:
         llm.engine.speculation.gamma = gamma
         outputs = llm.generate(prompts, params)
         pairs = zip(plain, (output.outputs[0].token_ids for output in outputs), strict=True)
         name = "auto" if gamma == AUTO else str(gamma)
-        found["differing"][name] = sum(_differing(*pair) for pair in pairs)
+        result["differing"][name] = sum(_differing(*pair) for pair in pairs)
         if gamma == GAMMAS[0]:
             counts = [output.speculation for output in outputs if output.speculation]
-            found["acceptance"] = sum(sum(c.accepted) for c in counts) / sum(sum(c.drafted) for c in counts)
-    return found
+            result["acceptance"] = sum(sum(c.accepted) for c in counts) / sum(sum(c.drafted) for c in counts)
+    return result
 
 
 def _differing(a: Sequence[int], b: Sequence[int]) -> int:
@@ -133,27 +133,27 @@ def measure(
     """Perplexity by kind of target, and on the GPU what the top says."""
     recipe, *given = name.split("+")
     drafts = [other if draft == "other" else draft for draft in given]
-    found: dict[str, Any] = {"recipe": name}
+    outcome: dict[str, Any] = {"recipe": name}
     for target in targets if not drafts else [t for t in targets if t != "cpu"]:
         path = qcompile.build(model, folder / f"{name}-{target}", target=target, recipe=recipe, drafts=drafts).path
         if target != "cpu" and prompts:
             with qcompile.load(path, max_batch=TOGETHER, prefix_caching=False) as llm:
                 if llm.engine.speculation.drafter:
-                    found["exactness"] = exactness(llm, prompts)
-                    print(name, found["exactness"], flush=True)
-                found["invariance"] = invariance(llm, prompts)
-                print(name, found["invariance"], flush=True)
+                    outcome["exactness"] = exactness(llm, prompts)
+                    print(name, outcome["exactness"], flush=True)
+                outcome["invariance"] = invariance(llm, prompts)
+                print(name, outcome["invariance"], flush=True)
         if drafts:  # the path that verifies is the recipe's
             continue
         with qcompile.load(path) as llm:
             kind = "cpu" if target == "cpu" else "gpu"
             result = llm.perplexity(documents)
-            found[kind] = {"perplexity": result.perplexity}
+            outcome[kind] = {"perplexity": result.perplexity}
             print(name, kind, result.perplexity, flush=True)
             if kind == "gpu":
-                found[kind]["different_bits"] = different_bits(llm)
-    print(found, flush=True)
-    return found
+                outcome[kind]["different_bits"] = different_bits(llm)
+    print(outcome, flush=True)
+    return outcome
 
 
 def main() -> None:

@@ -60,8 +60,8 @@ def random_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
 
 def tokens_of(llm: Any, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
     """Greedy tokens."""
-    found = llm.generate(list(prompts), max_tokens=count, temperature=0, ignore_eos=True)
-    return [list(one.outputs[0].token_ids) for one in found]
+    result = llm.generate(list(prompts), max_tokens=count, temperature=0, ignore_eos=True)
+    return [list(one.outputs[0].token_ids) for one in result]
 
 
 def prompt(number: int, length: int) -> list[int]:
@@ -96,7 +96,7 @@ def measure(llm: Any) -> dict[str, Any]:
         row["prompt_seconds"][length] = sorted(times[1:])[REPEATS // 2]
     prompts = [prompt(2000 + number, 20 + 37 * number) for number in range(9)]
     together = tokens_of(llm, prompts, 64)
-    row["alone"] = all(tokens_of(llm, [one], 64) == [found] for one, found in zip(prompts, together, strict=True))
+    row["alone"] = all(tokens_of(llm, [one], 64) == [result] for one, result in zip(prompts, together, strict=True))
     row["tokens"] = together
     return row
 
@@ -137,7 +137,7 @@ def opened(model: Path, recipe: str, ranks: int, out: Path) -> Iterator[tuple[An
 
 def of_all_layers(rows: dict[int, list[dict[str, Any]]], layers: Sequence[int]) -> list[dict[str, Any]]:
     """Times of `layers[2]` layers, on the line through the `rows` of `layers[0]` and `layers[1]`."""
-    found = []
+    result = []
     for one, other in zip(rows[layers[0]], rows[layers[1]], strict=True):
         row: dict[str, Any] = {"ranks": one["ranks"]}
         for kind in ("decode_ms", "prompt_seconds"):
@@ -145,8 +145,8 @@ def of_all_layers(rows: dict[int, list[dict[str, Any]]], layers: Sequence[int]) 
             for size, least in one[kind].items():
                 each = (other[kind][size] - least) / (layers[1] - layers[0])
                 row[kind][size] = least + each * (layers[2] - layers[0])
-        found.append(row)
-    return found
+        result.append(row)
+    return result
 
 
 def perplexities(recipe: str, counts: Sequence[int], place: Path) -> list[dict[str, Any]]:
@@ -154,8 +154,8 @@ def perplexities(recipe: str, counts: Sequence[int], place: Path) -> list[dict[s
     rows = []
     for ranks in counts:
         with opened(SAMPLES / "pycode-26m", recipe, ranks, place / f"sample{ranks}") as (llm, _):
-            found = llm.perplexity(SAMPLES / "heldout.jsonl")
-            rows.append({"ranks": ranks, "windows": found.windows, "perplexity": found.perplexity})
+            result = llm.perplexity(SAMPLES / "heldout.jsonl")
+            rows.append({"ranks": ranks, "windows": result.windows, "perplexity": result.perplexity})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 

@@ -66,13 +66,13 @@ def kinds(llm: qcompile.LLM) -> dict[str, tuple[Any, Any]]:
     """What makes rounds as graphs and what makes them step by step, for each level that can draft alone."""
     target: Any = llm.executor
     speculator: Any = llm.engine.speculation.drafter
-    found: dict[str, tuple[Any, Any]] = {}
+    result: dict[str, tuple[Any, Any]] = {}
     for level in speculator.stages:
         name = "lookup" if level.executor is None else "own" if level.shares_cache else "other"
         make: Callable[[Any, DraftStage], Any] = CudaSpeculator if level.executor else CudaLookup
         if level.executor or target.plan["lookup"]:
-            found[name] = make(target, level), HostSpeculator(target, [level])
-    return found
+            result[name] = make(target, level), HostSpeculator(target, [level])
+    return result
 
 
 def compare(runs: Runs, pair: tuple[Any, Any], gamma: int, some: list[Any], plain: list[list[int]]) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def compare(runs: Runs, pair: tuple[Any, Any], gamma: int, some: list[Any], plai
     rates = [[runs(speculator, gamma, some)[2] for speculator in pair] for _ in range(TURNS)]
     graphs, host = (max(column) for column in zip(*rates, strict=True))
     rounds = sum(one[0] for one in kept)
-    found: dict[str, Any] = {"gamma": gamma, "differing": differing, "same": same, "graphs": graphs, "host": host}
-    return found | {"tokens_a_round": 1 + sum(sum(one[2]) for one in kept) / max(1, rounds)}
+    result: dict[str, Any] = {"gamma": gamma, "differing": differing, "same": same, "graphs": graphs, "host": host}
+    return result | {"tokens_a_round": 1 + sum(sum(one[2]) for one in kept) / max(1, rounds)}
 
 
 def main() -> None:
@@ -109,9 +109,9 @@ def main() -> None:
                 if wanted and name not in wanted:
                     continue
                 for gamma in GAMMAS if time.monotonic() - started < budget else ():
-                    found = {"draft": name, **common, **compare(runs, pair, gamma, some, plain[0][0])}
-                    results["rounds"].append(found)
-                    print(found, f"{time.monotonic() - started:.0f} s", flush=True)
+                    result = {"draft": name, **common, **compare(runs, pair, gamma, some, plain[0][0])}
+                    results["rounds"].append(result)
+                    print(result, f"{time.monotonic() - started:.0f} s", flush=True)
                     for path, others in before.items():  # after each, as machines are lent by the minute
                         kept = {**others, Path(artifact).name: results}
                         path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

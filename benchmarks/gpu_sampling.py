@@ -105,15 +105,15 @@ def host_rate(executor: CudaExecutor, batch: int, options: dict[str, Any]) -> fl
 def speeds(folder: Path) -> list[dict[str, Any]]:
     """The rates of each batch and option."""
     opened = open_random("qserve", empty_checkpoint(folder), max(BATCHES) * (CONTEXT + 2 * STEPS), CONTEXT + 2 * STEPS)
-    found = []
+    result = []
     for batch in BATCHES:
         row: dict[str, Any] = {"batch": batch, "greedy": rate(opened.target, batch, {})}
         row["kernels"] = {name: rate(opened.target, batch, options) for name, options in OPTIONS.items()}
         row["host"] = {name: host_rate(opened.target, batch, options) for name, options in OPTIONS.items()}
-        found.append(row)
+        result.append(row)
         print(row, flush=True)
     opened.close()
-    return found
+    return result
 
 
 def exactness(path: Path, prompts: list[str]) -> dict[str, Any]:
@@ -127,17 +127,17 @@ def exactness(path: Path, prompts: list[str]) -> dict[str, Any]:
             return [_told(output) for output in outputs]
 
         plain = tokens(0)
-        found: dict[str, Any] = {"tokens": sum(map(len, plain))}
+        result: dict[str, Any] = {"tokens": sum(map(len, plain))}
         if llm.engine.speculation.drafter:
             by_gamma = {"auto" if g == AUTO else str(g): _differing(plain, tokens(g)) for g in GAMMAS}
-            found["drafts"] = by_gamma
+            result["drafts"] = by_gamma
         some = range(0, len(prompts), 8)
-        found["alone"] = _differing([plain[i] for i in some], [tokens(0, range(i, i + 1))[0] for i in some])
+        result["alone"] = _differing([plain[i] for i in some], [tokens(0, range(i, i + 1))[0] for i in some])
         CudaExecutor.samples = False
         llm.engine.scheduler.samples = False
-        found["by_host"] = _differing(plain, tokens(0), 1e-11)
+        result["by_host"] = _differing(plain, tokens(0), 1e-11)
         CudaExecutor.samples = True
-    return found
+    return result
 
 
 def _told(output: RequestOutput) -> list[Told]:

@@ -43,7 +43,7 @@ def workload(batch: int, varied: bool) -> Work:
     return [([draw.randint(1, 999) for _ in range(prompt)], output) for prompt, output in counts]
 
 
-async def ask(port: int, work: Work, found: list[float]) -> None:
+async def ask(port: int, work: Work, result: list[float]) -> None:
     """Stream the answers to requests until there are no more; notes the times to their first pieces."""
     while work:
         prompt, output = work.pop()
@@ -59,19 +59,19 @@ async def ask(port: int, work: Work, found: list[float]) -> None:
             if line.startswith(b"data: ") and not first:
                 first = time.monotonic()
         writer.close()
-        found.append(first - asked)
+        result.append(first - asked)
 
 
 async def client(port: int, batch: int) -> dict[str, float]:
     """Tokens per second of `batch` clients, and their median time to the first token."""
     results = {}
     for name, varied in (("", False), ("http", False), ("http_varied", True)):  # the first time is a rehearsal
-        work, found = workload(batch, varied), list[float]()
+        work, result = workload(batch, varied), list[float]()
         tokens, started = sum(output for _, output in work), time.monotonic()
-        await asyncio.gather(*(ask(port, work, found) for _ in range(batch)))
+        await asyncio.gather(*(ask(port, work, result) for _ in range(batch)))
         if name:
             results[name] = tokens / (time.monotonic() - started)
-            results[f"{name}_first_token_seconds"] = statistics.median(found)
+            results[f"{name}_first_token_seconds"] = statistics.median(result)
     return results
 
 
@@ -88,8 +88,8 @@ def over_http(llm: Any, batch: int, folder: Path) -> dict[str, float]:
 
     with contextlib.suppress(KeyboardInterrupt):  # the client's, when it is done
         app.serve(served, listening, start_client)
-    found: dict[str, float] = json.loads(out.read_text())
-    return found
+    result: dict[str, float] = json.loads(out.read_text())
+    return result
 
 
 def generated(llm: Any, batch: int, varied: bool = False) -> float:
@@ -118,7 +118,7 @@ def measure(recipe: str, folder: Path, batches: tuple[int, ...]) -> list[dict[st
     opened = open_random(recipe, folder, max(batches) * context, context)
     words = {f"word{index}": index for index in range(opened.target.limits.vocab)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="word0"))
-    found = []
+    result = []
     for batch in batches:
         row: dict[str, Any] = {"recipe": recipe, "batch": batch}
         row["executor"] = decode_rate(opened.target, batch, PROMPT + OUTPUT // 2)
@@ -132,10 +132,10 @@ def measure(recipe: str, folder: Path, batches: tuple[int, ...]) -> list[dict[st
         except ModuleNotFoundError as error:
             row["http"] = f"no {error.name}"
         llm._close.detach()  # the executor serves the next batch
-        found.append(row)
+        result.append(row)
         print(row, flush=True)
     opened.close()
-    return found
+    return result
 
 
 def main() -> None:

@@ -50,8 +50,8 @@ CASES = {
 
 def tokens_a_round(recipe: str) -> dict[int, float]:
     """By gamma: the target's token and the drafts accepted, place by place of the round, on pycode-26m."""
-    found = json.loads(TRACE.read_text(encoding="utf-8"))["variants"][recipe]["exact"]["by_gamma"]
-    return {gamma: 1 + sum(found[str(gamma)]["accepted_per_position"]) for gamma in GAMMAS}
+    result = json.loads(TRACE.read_text(encoding="utf-8"))["variants"][recipe]["exact"]["by_gamma"]
+    return {gamma: 1 + sum(result[str(gamma)]["accepted_per_position"]) for gamma in GAMMAS}
 
 
 def round_seconds(opened: Opened, batch: int, context: int, gamma: int) -> float:
@@ -78,7 +78,7 @@ def round_seconds(opened: Opened, batch: int, context: int, gamma: int) -> float
 
 def measure(recipe: str, folder: Path) -> list[dict[str, Any]]:
     """One entry for each case of a recipe."""
-    brings, found = tokens_a_round(recipe), []
+    brings, result = tokens_a_round(recipe), []
     cases = CASES[recipe]
     most = max(context for _, context in cases) + 512
     opened = open_random(recipe, folder, max(batch for batch, _ in cases) * most, most)
@@ -91,22 +91,22 @@ def measure(recipe: str, folder: Path) -> list[dict[str, Any]]:
         entry |= {"tokens_per_second": rates[gamma], "plain": plain, "over_plain": rates[gamma] / plain}
         entry["tokens_a_round"] = brings[gamma]
         entry |= {"round_seconds": rounds, "by_gamma": rates, **opened.notes}
-        found.append(entry)
+        result.append(entry)
         print(f"{recipe:10} batch {batch:3} context {context:6}: plain {plain:7.0f}, gamma {gamma}", end=" ")
         times = {g: round(1e3 * seconds, 2) for g, seconds in rounds.items()}
         print(f"{rates[gamma]:7.0f} tokens/s, {rates[gamma] / plain:.2f}x, ms a round {times}", flush=True)
     opened.close()
-    return found
+    return result
 
 
 def plain_bf16(folder: Path) -> dict[int, float]:
     """Tokens per second of plain decoding by the recipe bf16, at the contexts of `quantspec`."""
     contexts = [context for _, context in CASES["quantspec"]]
     opened = open_random("bf16", folder, max(contexts) + 512, max(contexts) + 512)
-    found = {context: decode_rate(opened.target, 1, context, 64) for context in contexts}
+    result = {context: decode_rate(opened.target, 1, context, 64) for context in contexts}
     opened.close()
-    print("bf16, plain:", {context: round(rate) for context, rate in found.items()}, flush=True)
-    return found
+    print("bf16, plain:", {context: round(rate) for context, rate in result.items()}, flush=True)
+    return result
 
 
 def main() -> None:
@@ -121,10 +121,10 @@ def main() -> None:
             results["speculation"] += measure(recipe, folder)
             write(results, paths)
         if any(part.startswith("quantspec") for part in parts):
-            results["plain_bf16"] = found = plain_bf16(folder)
+            results["plain_bf16"] = result = plain_bf16(folder)
             for entry in results["speculation"]:
-                if entry["context"] in found:
-                    entry["over_plain_bf16"] = entry["tokens_per_second"] / found[entry["context"]]
+                if entry["context"] in result:
+                    entry["over_plain_bf16"] = entry["tokens_per_second"] / result[entry["context"]]
                     print(f"{entry['recipe']} {entry['context']}: {entry['over_plain_bf16']:.2f}x bf16", flush=True)
             write(results, paths)
     if "--no-torch" not in sys.argv:

@@ -163,13 +163,13 @@ def checked(name: str) -> Row:
             if drafts:  # all but the first are rejected, also after a draft path over the same states
                 rows = {key: torch.cat([text[key][at : at + 1], other[key][:drafts]]) for key in text}
                 layer.run({key: x[1:] for key, x in rows.items()}, [(drafts, at, slot, 0)])
-                found = layer.run(rows, [(drafts + 1, at, slot, at + 1)])
-                differ += int((found[0] != whole[at]).any())
+                result = layer.run(rows, [(drafts + 1, at, slot, at + 1)])
+                differ += int((result[0] != whole[at]).any())
                 at, count = at + 1, 0
             if count:
                 rows = {key: torch.cat([other[key][:3], text[key][at : at + count]]) for key in text}
-                found = layer.run(rows, [(3, 0, 3, EVERYTHING), (count, at, slot, EVERYTHING)])[3:]
-                differ += int((found != whole[at : at + count]).any(-1).sum())
+                result = layer.run(rows, [(3, 0, 3, EVERYTHING), (count, at, slot, EVERYTHING)])[3:]
+                differ += int((result != whole[at : at + count]).any(-1).sum())
                 at += count
     return {"error": error, "differing_rows": differ}
 
@@ -243,7 +243,7 @@ def convolution(name: str, batch: int, rows: int) -> Row:
 
 def every_kernel() -> list[Kernel]:
     """All kernels of this script, to be compiled beside each other."""
-    capability, found = _capability(), []
+    capability, result = _capability(), []
     for shape in SHAPES.values():
         state, conv = shape.state, shape.conv
         keys, values = state.key_heads * state.key_dim, state.heads * state.value_dim
@@ -251,33 +251,33 @@ def every_kernel() -> list[Kernel]:
         strides |= {"gain": state.heads} if shape.gain else {}
         spec = RecurrenceSpec(state, strides, values, 0, state.size, shape.delta, shape.rates)
         base = ConvSpec(conv, conv.features, conv.features, 0, conv.size, bias=True)
-        found += [spec.kernel(capability), base.kernel(capability)]
-        found += [part.kernel(capability) for part in (replace(base, keeps=False), replace(base, computes=False))]
-    return found
+        result += [spec.kernel(capability), base.kernel(capability)]
+        result += [part.kernel(capability) for part in (replace(base, keeps=False), replace(base, computes=False))]
+    return result
 
 
 def kernels() -> Row:
     """Checks and times of all shapes."""
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_kernel, every_kernel(), [_capability()] * 99))
-    found: Row = {"checks": {}, "decoding": [], "verification": [], "prompts": [], "convolutions": []}
+    result: Row = {"checks": {}, "decoding": [], "verification": [], "prompts": [], "convolutions": []}
     copies = Copies()
     for name in SHAPES:
-        found["checks"][name] = check = checked(name)
+        result["checks"][name] = check = checked(name)
         print(f"{name}: error {check['error']:.1e}, {check['differing_rows']} rows differ", flush=True)
         for batch in BATCHES:
-            found["decoding"].append(decoding(name, batch, copies))
+            result["decoding"].append(decoding(name, batch, copies))
             torch.cuda.empty_cache()
-        found["verification"] += [decoding(name, batch, copies, VERIFIED) for batch in (1, 16)]
-        found["prompts"] += [prompt(name, tokens) for tokens in PROMPTS]
-        found["convolutions"] += [convolution(name, *size) for size in ((1, 1), (64, 1), (1, 512))]
+        result["verification"] += [decoding(name, batch, copies, VERIFIED) for batch in (1, 16)]
+        result["prompts"] += [prompt(name, tokens) for tokens in PROMPTS]
+        result["convolutions"] += [convolution(name, *size) for size in ((1, 1), (64, 1), (1, 512))]
         torch.cuda.empty_cache()
-    return found
+    return result
 
 
 def tiles() -> list[Row]:
     """Times of decoding and of a prompt by the numbers of a program's tile."""
-    found, copies = [], Copies()
+    result, copies = [], Copies()
     wanted = [(name, tile) for name, shape in SHAPES.items() for tile in TILES[shape.state.value_dim == 1]]
     specs = [Layer(SHAPES[name], 1, tile).spec.kernel(_capability()) for name, tile in wanted]
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
@@ -285,10 +285,10 @@ def tiles() -> list[Row]:
     for name, tile in wanted:
         print(f"{name}, {tile} numbers a program", flush=True)
         for batch in BATCHES:
-            found.append(decoding(name, batch, copies, tile=tile))
+            result.append(decoding(name, batch, copies, tile=tile))
             torch.cuda.empty_cache()
-        found += [decoding(name, 16, copies, VERIFIED, tile), prompt(name, PROMPTS[0], tile)]
-    return found
+        result += [decoding(name, 16, copies, VERIFIED, tile), prompt(name, PROMPTS[0], tile)]
+    return result
 
 
 # ---- models ------------------------------------------------------------------------------------------
@@ -344,10 +344,10 @@ def steps_that_differ(llm: Any) -> int:
             parts.append(Rows(tokens, start, pages[text], len(tokens), slot=TEXTS + text, certain=certain))
             wanted.append((whole[text][start:end], len(tokens)))
             at[text] = end
-        found = step(parts)
+        result = step(parts)
         for rows, count in wanted:
-            differ += int((found[: len(rows)].view(torch.int32) != rows.view(torch.int32)).any(-1).sum())
-            found = found[count:]
+            differ += int((result[: len(rows)].view(torch.int32) != rows.view(torch.int32)).any(-1).sum())
+            result = result[count:]
     return differ
 
 

@@ -76,7 +76,7 @@ def speed(llm: LLM, prompt: str, options: dict[str, Any]) -> int:
 def measure(artifact: Path, prompts: Sequence[str], gammas: Sequence[int]) -> dict[str, Any]:
     """What one artifact does."""
     wanted = [params(index) for index in range(len(prompts))]
-    found: dict[str, Any] = {"requests": len(prompts), "differing": {}, "valid": 0, "invalid": 0, "cut": 0}
+    result: dict[str, Any] = {"requests": len(prompts), "differing": {}, "valid": 0, "invalid": 0, "cut": 0}
     first: list[list[int]] = []
     for gamma in gammas:
         for rows in STEP_ROWS:
@@ -86,14 +86,14 @@ def measure(artifact: Path, prompts: Sequence[str], gammas: Sequence[int]) -> di
             first = first or [list(output.token_ids) for output in outputs]
             for how, ones in (("batch", outputs), ("alone", alone)):
                 differ = sum(list(one.token_ids) != tokens for one, tokens in zip(ones, first, strict=True))
-                found["differing"][f"{how}, gamma {gamma}, {rows} rows"] = differ
+                result["differing"][f"{how}, gamma {gamma}, {rows} rows"] = differ
             for index, output in enumerate(outputs):
                 if said := verdict(index, output):
-                    found[said] += 1
+                    result[said] += 1
     with qcompile.load(artifact, gamma=0) as llm:
-        found["plain_tokens_s"] = speed(llm, prompts[0], {"ignore_eos": True})
-        found["confined_tokens_s"] = speed(llm, prompts[0], {"structured_outputs": {"regex": "[a-z ]{600,}"}})
-    return found
+        result["plain_tokens_s"] = speed(llm, prompts[0], {"ignore_eos": True})
+        result["confined_tokens_s"] = speed(llm, prompts[0], {"structured_outputs": {"regex": "[a-z ]{600,}"}})
+    return result
 
 
 def main() -> None:

@@ -75,10 +75,10 @@ class Group:
         graphs = []
         for gpu, call in zip(self.drivers, calls, strict=True):
             gpu.use()
-            with gpu.captured() as found:
+            with gpu.captured() as result:
                 for _ in range(LAUNCHES):
                     call.run()
-            graphs.append(found[0])
+            graphs.append(result[0])
         times = []
         for _ in range(REPLAYS):
             events = []
@@ -104,7 +104,7 @@ def sum_row(group: Group, rows: int, width: int) -> dict[str, Any]:
     total = xs[0]
     for x in xs[1:]:
         total = total + x
-    found: dict[str, Any] = {"rows": rows, "width": width, "kib": rows * width // 256}
+    result: dict[str, Any] = {"rows": rows, "width": width, "kib": rows * width // 256}
     few = rows * -(-width // 256) <= 256
     ways: list[Way] = ["small"] * few + ["medium"] + ["large"] * (group.ranks > 2)  # type: ignore[assignment]
     for way in ways:
@@ -119,9 +119,9 @@ def sum_row(group: Group, rows: int, width: int) -> dict[str, Any]:
         count = torch.cuda.get_device_properties(0).multi_processor_count
         grid = (rows, spec.programs, 1) if way == "small" else ((RESIDENT if way == "medium" else 1) * count, 1, 1)
         calls = group.launches(spec.kernel(90), grid, given)
-        found[f"{way}_us"] = group.microseconds(calls)
+        result[f"{way}_us"] = group.microseconds(calls)
         assert all(torch.equal(out.cpu(), other + total) for out in outs), (rows, width, way)
-    return found
+    return result
 
 
 def gather_row(group: Group, rows: int) -> dict[str, Any]:

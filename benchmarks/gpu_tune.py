@@ -128,7 +128,7 @@ def large_tiles(unroll: int) -> Iterator[Tile]:
 
 def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
     """Kernels that could serve a weight [n, k] for a class of M."""
-    found = []
+    result = []
     if tokens == 1:
         if not gpu_kernel(format).gemv:
             return []
@@ -147,8 +147,8 @@ def candidates(format: str, n: int, k: int, tokens: int) -> list[KernelSpec]:
         except UnsupportedError:
             continue
         if 16_000 < tile.stages * spec.step_bytes <= TUNED_ON.shared_bytes:
-            found.append(spec)
-    return found
+            result.append(spec)
+    return result
 
 
 def with_prefetch(spec: KernelSpec) -> list[KernelSpec]:
@@ -172,7 +172,7 @@ def measure(problem: Problem, specs: list[KernelSpec], tokens: int) -> list[tupl
     x = problem.activations(tokens)
     out = torch.empty(tokens, problem.n, dtype=torch.bfloat16, device="cuda")
     rows = torch.randperm(tokens, device="cuda")[:64]  # of all parts of tiles
-    found = []
+    result = []
     for spec in specs:
         out.fill_(float("nan"))
         try:
@@ -182,10 +182,10 @@ def measure(problem: Problem, specs: list[KernelSpec], tokens: int) -> list[tupl
             if error > ERROR:
                 print("wrong", error, spec, flush=True)
                 continue
-            found.append((graph_us(launches, 3, 24), spec))
+            result.append((graph_us(launches, 3, 24), spec))
         except Exception as reason:
             print("failed", spec.tile, str(reason)[:120], flush=True)
-    return sorted(found, key=lambda pair: pair[0])
+    return sorted(result, key=lambda pair: pair[0])
 
 
 def plain_us(n: int, k: int, tokens: int) -> float:

@@ -103,8 +103,8 @@ def specs_of(job: Job) -> list[KernelSpec]:
     """The kernel that plans have, first, and the others."""
     format, weight, tokens = job
     k = gpu_packing(FORMATS[format][0]).padded_inputs(weight.k)
-    found = [spec_of(format, weight, tiles.choose_for_experts(format, weight.rows, k, tokens, TUNED_ON))]
-    floats = found[0].layout.float_x  # sums are as exact as the tensor cores' instruction, which depends on the tile
+    result = [spec_of(format, weight, tiles.choose_for_experts(format, weight.rows, k, tokens, TUNED_ON))]
+    floats = result[0].layout.float_x  # sums are as exact as the tensor cores' instruction, which depends on the tile
     for tile in candidates(format, k, tokens):
         fitted = tiles.fit_tile(format, weight.rows, k, tile, TUNED_ON)
         if fitted is None or (floats and (tile.rows < 64 or tile.warps % 4)):
@@ -113,9 +113,9 @@ def specs_of(job: Job) -> list[KernelSpec]:
             spec = spec_of(format, weight, fitted)
         except UnsupportedError:
             continue
-        if spec not in found and fitted.stages * spec.step_bytes <= TUNED_ON.shared_bytes:
-            found.append(spec)
-    return found
+        if spec not in result and fitted.stages * spec.step_bytes <= TUNED_ON.shared_bytes:
+            result.append(spec)
+    return result
 
 
 def compile_one(spec: KernelSpec) -> int | None:
@@ -171,7 +171,7 @@ class Problem:
 
     def steps(self, rows: int, tokens: int) -> list[tuple[dict[str, Any], int]]:
         """Arguments and programs of LAUNCHES launches."""
-        weight, found = self.weight, []
+        weight, result = self.weight, []
         for step in range(LAUNCHES):
             given: dict[str, Any] = chosen(weight, rows, step)
             values = torch.zeros(rows * weight.slots if weight.by_slot else rows, self.k, device="cuda")
@@ -184,13 +184,13 @@ class Problem:
                 given |= made
             width = weight.rows if weight.by_slot else weight.rows // 2
             given["out"] = torch.zeros((rows, weight.slots, width), device="cuda")
-            found.append((self.packed | given, programs))
-        return found
+            result.append((self.packed | given, programs))
+        return result
 
 
 def measure(problem: Problem, specs: list[KernelSpec], rows: int, tokens: int) -> dict[KernelSpec, float]:
     """Microseconds of each kernel that is right."""
-    steps, found = problem.steps(rows, tokens), {}
+    steps, result = problem.steps(rows, tokens), {}
     want = None
     for spec in specs:
         steps[0][0]["out"].fill_(float("nan"))
@@ -205,8 +205,8 @@ def measure(problem: Problem, specs: list[KernelSpec], rows: int, tokens: int) -
         if not torch.equal(bits, want) or bool(steps[0][0]["out"].isnan().any()):
             print("wrong", rows, spec, flush=True)
             continue
-        found[spec] = graph_us(launches, 5, 16)
-    return found
+        result[spec] = graph_us(launches, 5, 16)
+    return result
 
 
 def main() -> None:

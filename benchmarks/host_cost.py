@@ -148,8 +148,8 @@ def client(port: str, batch: str, name: str) -> None:
     """Ask all requests of a workload, then end the server."""
 
     async def ask_all() -> None:
-        work, found = workload(int(batch), name == "varied"), list[float]()
-        await asyncio.gather(*(ask(int(port), work, found) for _ in range(int(batch))))
+        work, result = workload(int(batch), name == "varied"), list[float]()
+        await asyncio.gather(*(ask(int(port), work, result) for _ in range(int(batch))))
 
     try:
         asyncio.run(ask_all())

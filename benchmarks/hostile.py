@@ -53,23 +53,23 @@ def work(kind: str, first: int, end: int, artifact: Path) -> None:
 
 def all_cases(kind: str, count: int, artifact: Path) -> list[dict[str, Any]]:
     """The verdicts of `count` cases. A worker that ends or stalls is replaced by one for the cases after."""
-    found: list[dict[str, Any]] = []
-    while len(found) < count:
-        given = [kind, str(len(found)), str(count), str(artifact)]
+    result: list[dict[str, Any]] = []
+    while len(result) < count:
+        given = [kind, str(len(result)), str(count), str(artifact)]
         command = [sys.executable, __file__, "--work", *given]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as worker:
             assert worker.stdout
-            while len(found) < count:
+            while len(result) < count:
                 ready, _, _ = select.select([worker.stdout], [], [], STALLED)
                 line = worker.stdout.readline() if ready else b""
                 if not line:
                     break
-                found.append(json.loads(line))
+                result.append(json.loads(line))
             worker.kill()
-        if len(found) < count:
+        if len(result) < count:
             how = f"ends its process with {worker.returncode}" if ready else f"takes over {STALLED} s"
-            found.append({"wrong": how, "code": 1, "seconds": 0.0})
-    return found
+            result.append({"wrong": how, "code": 1, "seconds": 0.0})
+    return result
 
 
 def as_user(kind: str, seed: int, artifact: Path) -> int:

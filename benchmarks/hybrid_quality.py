@@ -35,8 +35,8 @@ def measure(model: Path, recipe: str, data: Path, calib: Path | None, windows: i
         artifact = Path(folder) / "artifact"
         qcompile.build(model, artifact, recipe=recipe, calib=calib if recipe not in ("f32", "bf16") else None)
         with qcompile.load(artifact, threads=2) as llm:
-            found = llm.perplexity(data, max_windows=windows)
-    return {"model": model.name, "recipe": recipe, "perplexity": found.perplexity, "windows": found.windows}
+            result = llm.perplexity(data, max_windows=windows)
+    return {"model": model.name, "recipe": recipe, "perplexity": result.perplexity, "windows": result.windows}
 
 
 def differing(texts: list[list[int]], others: list[list[int]]) -> int:
@@ -91,8 +91,8 @@ def main() -> None:
     for row in drafts:
         for each in row["rounds"]:
             kept = f"{each['accepted']} of {each['drafted']} drafts accepted"
-            found = f"{each['differ']} of {each['tokens']} tokens differ, {kept}"
-            print(f"{row['model']:16}{row['recipe']:10} gamma {each['gamma']}: {found}")
+            result = f"{each['differ']} of {each['tokens']} tokens differ, {kept}"
+            print(f"{row['model']:16}{row['recipe']:10} gamma {each['gamma']}: {result}")
     calibrated = options.calib is not None
     write_result(
         RESULTS / "hybrid_quality.json", {**machine(), "calibrated": calibrated, "rows": rows, "drafts": drafts}

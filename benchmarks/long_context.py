@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "long_context.json")
     arguments = parser.parse_args()
     model = stretched(arguments.work / "model", arguments.context + SPARE)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     opened: dict[str, tuple[LLM, list[int], list[int]]] = {}
     for format in ("kv_hier", "kv16"):
         path = arguments.work / format
@@ -58,16 +58,16 @@ def main() -> None:
         fill(llm.executor, tokens, pages)
         opened[format] = llm, tokens, pages
         held = llm.engine.pool.pages_for(arguments.context) * llm.manifest["runtime"]["kv"]["page_bytes"]
-        found[format] = {"cache_bytes": held}
+        result[format] = {"cache_bytes": held}
         console.log(f"{format}: filled")
     for format, (draft, verify) in attention_times(opened, arguments.repeats).items():
-        found[format] |= {"draft_attention_seconds": draft, "verify_attention_seconds": verify}
-    ratios = {key: round(found["kv_hier"][key] / found["kv16"][key], 3) for key in found["kv16"]}
-    facts = {"model": "pycode-26m", "context": arguments.context, "over_kv16": ratios, **found}
+        result[format] |= {"draft_attention_seconds": draft, "verify_attention_seconds": verify}
+    ratios = {key: round(result["kv_hier"][key] / result["kv16"][key], 3) for key in result["kv16"]}
+    facts = {"model": "pycode-26m", "context": arguments.context, "over_kv16": ratios, **result}
     write_result(arguments.out, facts)
     for format, (llm, tokens, pages) in opened.items():
         llm.engine.pool.give_back(pages)
-        found[format]["acceptance"] = acceptance(llm, tokens[: arguments.context - arguments.answer], arguments.answer)
+        result[format]["acceptance"] = acceptance(llm, tokens[: arguments.context - arguments.answer], arguments.answer)
         write_result(arguments.out, facts)
 
 

@@ -43,8 +43,8 @@ def main() -> None:
             for gpus, nodes in MACHINES:
                 scenario = Scenario(Machines(get_target(TARGET), gpus, nodes), CONTEXT)
                 options = {"shard.ranks": str(gpus)}
-                found = examine(Path(folder), TARGET, RECIPE, options, scenario=scenario)
-                told = found.prediction or {"gpus": gpus, "nodes": nodes, "refused": found.unsupported}
+                result = examine(Path(folder), TARGET, RECIPE, options, scenario=scenario)
+                told = result.prediction or {"gpus": gpus, "nodes": nodes, "refused": result.unsupported}
                 rows.append({"model": name, "recipe": RECIPE} | told)
                 print(json.dumps(rows[-1]), flush=True)
     write_result(RESULTS / "planning.json", machine() | {"what": "predicted, not measured", "rows": rows})

@@ -82,13 +82,13 @@ def rows_of(each: Measured, folder: Path) -> Iterator[dict[str, Any]]:
     label |= {"layers": each.layers} if each.layers else {}
     if each.decode:
         scenario = Scenario(machines, 1024)
-        found = examine(folder, each.target, each.recipe, options, scenario=scenario).prediction
-        predicted = {entry["sequences"]: entry["tokens_per_second"] for entry in found["decode"]}
+        result = examine(folder, each.target, each.recipe, options, scenario=scenario).prediction
+        predicted = {entry["sequences"]: entry["tokens_per_second"] for entry in result["decode"]}
         for batch, rate in each.decode:
             yield label | _compared(f"decode, {batch} sequences", predicted[batch], rate)
     for tokens, rate in each.prompts:
-        found = examine(folder, each.target, each.recipe, options, scenario=Scenario(machines, tokens)).prediction
-        yield label | _compared(f"prompt of {tokens} tokens", found["prompt"]["tokens_per_second"], rate)
+        result = examine(folder, each.target, each.recipe, options, scenario=Scenario(machines, tokens)).prediction
+        yield label | _compared(f"prompt of {tokens} tokens", result["prompt"]["tokens_per_second"], rate)
 
 
 def _compared(what: str, predicted: float, rate: float) -> dict[str, Any]:

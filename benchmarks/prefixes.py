@@ -87,15 +87,15 @@ def main() -> None:
     by_turn = {way: [statistics.median(each) for each in turns] for way, turns in seconds.items()}
     rows = [[str(turn + 1), *(f"{1e3 * by_turn[way][turn]:.1f}" for way in models)] for turn in range(TURNS)]
     print(console.table(["turn", *(f"{way} ms" for way in models)], rows))
-    found = {"together_seconds": {way: each[0] for way, each in at_once.items()}, "differing": differing}
-    print(found)
+    result = {"together_seconds": {way: each[0] for way, each in at_once.items()}, "differing": differing}
+    print(result)
     for llm in models.values():
         llm.engine.check()
         llm.close()
     facts = {} if arguments.target == "cpu" else gpu()
     facts |= {"model": arguments.model.name, "recipe": arguments.recipe, "target": arguments.target}
     facts |= {"conversations": len(histories), "samples": arguments.samples, "system_tokens": SYSTEM}
-    write_result(arguments.out, {**facts, "first_token_seconds_by_turn": by_turn, **found})
+    write_result(arguments.out, {**facts, "first_token_seconds_by_turn": by_turn, **result})
 
 
 if __name__ == "__main__":

@@ -124,21 +124,21 @@ def start(model: Any, teacher: Any) -> None:
 
 def written(teacher: Any) -> dict[str, Tensor]:
     """Root mean square of what each block of the teacher writes, by the weight of Gemma2's norm behind it."""
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     hooks = []
     for index, layer in enumerate(teacher.model.layers):
         for block, norm in ((layer.self_attn, "post_attention"), (layer.mlp, "post_feedforward")):
 
             def keep(_: Any, __: Any, output: Any, name: str = f"model.layers.{index}.{norm}_layernorm.weight") -> None:
                 value = output[0] if isinstance(output, tuple) else output
-                found[name] = value.square().mean().sqrt()
+                result[name] = value.square().mean().sqrt()
 
             hooks.append(block.register_forward_hook(keep))
     with torch.no_grad():
         teacher(next(batches(1)))
     for hook in hooks:
         hook.remove()
-    return found
+    return result
 
 
 def batches(steps: int) -> Iterator[Tensor]:

@@ -90,25 +90,25 @@ def main() -> None:
     commits: dict[str, Any] = known.get("measured", {})
     facts = {"model": "pycode-26m", "prompts": len(prompts), "tokens": TOKENS, "variants": results, "measured": commits}
     for name in arguments.variants.split(","):
-        found = results.setdefault(name, {})
+        result = results.setdefault(name, {})
         for part in arguments.parts.split(","):
-            if complete(found.get(part), arguments.rounds):
+            if complete(result.get(part), arguments.rounds):
                 continue
             artifact = built(name, arguments.work, arguments.calib)
             console.log(f"{name}: {part}")
-            for value in measured(part, artifact, prompts, found.get(part, {}), arguments, until):
-                found[part] = value
+            for value in measured(part, artifact, prompts, result.get(part, {}), arguments, until):
+                result[part] = value
                 commits[f"{part} of {name}"] = {key: machine()[key] for key in ("commit", "cores")}
                 if "tuned" in read_manifest(artifact):
-                    found["tuned"] = read_manifest(artifact)["tuned"]
+                    result["tuned"] = read_manifest(artifact)["tuned"]
                 write_result(arguments.out, facts)
 
 
-def complete(found: dict[str, Any] | None, rounds: int) -> bool:
+def complete(result: dict[str, Any] | None, rounds: int) -> bool:
     """Whether a part needs no more measuring."""
-    if found is None:
+    if result is None:
         return False
-    return found.get("rounds", rounds) >= rounds and len(found.get("differing", GAMMAS)) == len(GAMMAS)
+    return result.get("rounds", rounds) >= rounds and len(result.get("differing", GAMMAS)) == len(GAMMAS)
 
 
 def measured(
@@ -160,16 +160,16 @@ def exact(artifact: Path, prompts: list[str], known: dict[str, Any]) -> Iterator
     with qcompile.load(artifact, prefix_caching=False) as llm:
         plain = [output.outputs[0].token_ids for output in generate(llm, prompts, 0)]
         differing: dict[str, int] = dict(known.get("differing", {}))
-        found = {name: value for name, value in known.items() if name not in ("tokens", "differing")}
+        result = {name: value for name, value in known.items() if name not in ("tokens", "differing")}
         for gamma in (gamma for gamma in GAMMAS if _name(gamma) not in differing):
             outputs = generate(llm, prompts, gamma)
             pairs = zip(plain, (output.outputs[0].token_ids for output in outputs), strict=True)
             differing[_name(gamma)] = sum(sum(a != b for a, b in zip(*pair, strict=True)) for pair in pairs)
             if gamma == 4:
-                found |= acceptance(outputs)
+                result |= acceptance(outputs)
             if gamma != AUTO:
-                found["by_gamma"] = {**found.get("by_gamma", {}), str(gamma): acceptance(outputs)}
-            yield {"tokens": sum(map(len, plain)), "differing": differing, **found}
+                result["by_gamma"] = {**result.get("by_gamma", {}), str(gamma): acceptance(outputs)}
+            yield {"tokens": sum(map(len, plain)), "differing": differing, **result}
 
 
 def _name(gamma: int) -> str:
@@ -208,8 +208,8 @@ def memory(artifact: Path) -> dict[str, Any]:
     resident = {}
     for way, gamma in (("without", 0), ("with", 4)):
         command = [sys.executable, "-c", RESIDENT, str(artifact), str(gamma)]
-        found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-        resident[way] = 1024 * int(found.stdout)
+        result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        resident[way] = 1024 * int(result.stdout)
     return {
         "weight_bytes": {"verify": own, "all": sum(sizes)},
         "artifact_bytes": {"verify": total - added, "all": total},
@@ -247,7 +247,7 @@ def one_round(llm: LLM, prompts: list[str], sizes: tuple[int, ...]) -> Times:
 
 def summary(rounds: list[Times], sizes: tuple[int, ...]) -> dict[str, Any]:
     """Medians over rounds, group by group: speed of all groups' median, and how it compares with plain decoding's."""
-    found: dict[str, Any] = {"rounds": len(rounds)}
+    result: dict[str, Any] = {"rounds": len(rounds)}
     for size in map(str, sizes):
         every = {way: zip(*(times[way][size] for times in rounds), strict=True) for way in WAYS}
         medians = {way: [statistics.median(group) for group in groups] for way, groups in every.items()}
@@ -274,8 +274,8 @@ def summary(rounds: list[Times], sizes: tuple[int, ...]) -> dict[str, Any]:
         found_at = distances(rounds, size)
         if found_at:
             facts["core_distance"] = found_at
-        found |= facts if size == "1" else {f"batch {size}": facts}
-    return found
+        result |= facts if size == "1" else {f"batch {size}": facts}
+    return result
 
 
 def _paired(plain: list[list[float]], other: list[list[float]]) -> list[float]:
@@ -293,7 +293,7 @@ def distances(rounds: list[Times], size: str) -> dict[str, Any]:
         for times in rounds
         for index, distance in enumerate(times.get(DISTANCE, {}).get(size, []))
     ]
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, chosen in (
         ("near", [row for row in rows if row[0] < FAR]),
         ("far", [row for row in rows if row[0] >= FAR]),
@@ -301,8 +301,8 @@ def distances(rounds: list[Times], size: str) -> dict[str, Any]:
         if chosen:
             over = {way: round(statistics.median(row[1][way] for row in chosen), 3) for way in WAYS if way != "plain"}
             nanoseconds = round(statistics.median(row[0] for row in chosen))
-            found[name] = {"share": round(len(chosen) / len(rows), 3), "ns": nanoseconds, "over_plain": over}
-    return found
+            result[name] = {"share": round(len(chosen) / len(rows), 3), "ns": nanoseconds, "over_plain": over}
+    return result
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def asked_grammars() -> list[Asked]:
 def outputs(llm: qcompile.LLM, asked: Sequence[Asked], gamma: int) -> list[tuple[list[int], str, str | None]]:
     """Tokens, text and finish reason of each request."""
     llm.engine.speculation.gamma = gamma
-    found = []
+    result = []
     for start in range(0, len(asked), BATCH):
         params = [
             SamplingParams(
@@ -162,8 +162,8 @@ def outputs(llm: qcompile.LLM, asked: Sequence[Asked], gamma: int) -> list[tuple
         ]
         for output in llm.generate(["result = "] * len(params), params):
             sample = output.outputs[0]
-            found.append((sample.token_ids, sample.text, sample.finish_reason))
-    return found
+            result.append((sample.token_ids, sample.text, sample.finish_reason))
+    return result
 
 
 def measured(llm: qcompile.LLM, asked: Sequence[Asked]) -> dict[str, int]:
@@ -198,7 +198,7 @@ def costs(llm: qcompile.LLM, rounds: int) -> dict[str, float]:
             started = time.process_time()
             [output] = llm.generate(["def main("], params)
             times[name].append(1e3 * (time.process_time() - started) / len(output.outputs[0].token_ids))
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(result) for name, result in times.items()}
 
 
 def compile_times(llm: qcompile.LLM, asked: Sequence[Asked]) -> dict[str, float]:

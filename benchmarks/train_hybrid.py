@@ -66,15 +66,15 @@ def texts(heldout: Sequence[str]) -> list[str]:
     """The files of the standard library, in an order drawn once, without those that begin as one of `heldout`."""
     root = Path(sysconfig.get_paths()["stdlib"])
     unwanted = {text[:START] for text in heldout}
-    found = []
+    result = []
     for path in sorted(root.rglob("*.py")):
         if {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(path.parts):
             continue
         text = path.read_text(encoding="utf-8", errors="ignore")
         if len(text) > START and text[:START] not in unwanted:
-            found.append(text)
-    random.Random(0).shuffle(found)
-    return found
+            result.append(text)
+    random.Random(0).shuffle(result)
+    return result
 
 
 def tokens(documents: list[str]) -> Tensor:
@@ -110,8 +110,8 @@ def train(module: Any, ids: Tensor, unseen: Tensor, seconds: float) -> None:
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0:
-            found = f"loss {loss.item():.3f}, on unseen text {loss_on(module, unseen):.3f}"
-            print(f"step {step}: {found}, {100 * past:.0f} % of the time", file=sys.stderr, flush=True)
+            result = f"loss {loss.item():.3f}, on unseen text {loss_on(module, unseen):.3f}"
+            print(f"step {step}: {result}, {100 * past:.0f} % of the time", file=sys.stderr, flush=True)
         step += 1
 
 
@@ -140,7 +140,7 @@ def main() -> int:
     module = AutoModelForCausalLM.from_config(config(), dtype=torch.float32).to(options.device)
     lines = options.heldout.read_text(encoding="utf-8").splitlines() if options.heldout else []
     heldout = [json.loads(line)["text"] for line in lines]
-    ids, unseen = (tokens(found).to(options.device) for found in (texts(heldout), heldout))
+    ids, unseen = (tokens(result).to(options.device) for result in (texts(heldout), heldout))
     print(f"{len(ids):,} tokens, {sum(p.numel() for p in module.parameters()):,} parameters", file=sys.stderr)
     train(module.train(), ids, unseen, 60 * options.minutes)
     module.to(torch.bfloat16).save_pretrained(options.out, max_shard_size=SHARD)

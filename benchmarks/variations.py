@@ -34,16 +34,16 @@ def main() -> None:
     quickly_compiled()
     started = time.perf_counter()
     counts: Counter[str] = Counter()
-    found: dict[str, Verdict] = {}
+    result: dict[str, Verdict] = {}
     faults: dict[str, Verdict] = {}
     for name, variation in ALL.items():
         if arguments.names and not name.startswith(tuple(arguments.names)):
             continue
-        found[name] = verdict = examine(variation)
+        result[name] = verdict = examine(variation)
         fault = verdict.name != variation.right
         if arguments.build and verdict.name == "agrees":
             with tempfile.TemporaryDirectory() as folder:
-                found[name] = verdict = examine(variation, Path(folder))
+                result[name] = verdict = examine(variation, Path(folder))
             fault = fault or verdict.name not in ("agrees", "refused")
         counts[verdict.name] += 1
         if fault:
@@ -55,7 +55,7 @@ def main() -> None:
         document = {
             "built": arguments.build,
             "verdicts": counts,
-            "variations": {name: [one.name, one.reason, one.error] for name, one in found.items()},
+            "variations": {name: [one.name, one.reason, one.error] for name, one in result.items()},
             "faults": list(faults),
             "seconds": round(time.perf_counter() - started),
             "met": not faults,

@@ -52,14 +52,14 @@ def test_samples_are_windows_of_the_joined_documents(text: Path) -> None:
     stream: list[int] = []
     for i in range(5):
         stream += [0, *TOKENIZER.encode(WORDS + str(i), add_special_tokens=False).ids]
-    found = sample(text)
-    assert found.tokens.shape == (3, 32) and found.source == "calib.jsonl"
+    result = sample(text)
+    assert result.tokens.shape == (3, 32) and result.source == "calib.jsonl"
     windows = [stream[i : i + 32] for i in range(0, len(stream) - 31, 32)]
-    places = [windows.index(row) for row in found.tokens.tolist()]
+    places = [windows.index(row) for row in result.tokens.tolist()]
     assert places == sorted(places)
     assert sample(text, samples=10**6).tokens.tolist() == windows
-    assert torch.equal(sample(text).tokens, found.tokens)
-    assert not torch.equal(sample(text, seed=1).tokens, found.tokens)
+    assert torch.equal(sample(text).tokens, result.tokens)
+    assert not torch.equal(sample(text, seed=1).tokens, result.tokens)
 
 
 def test_an_array_holds_the_same_documents(text: Path) -> None:
@@ -189,6 +189,6 @@ def test_results_of_other_samples_of_the_same_text_are_not_taken() -> None:
 def test_the_sample_text_gives_samples_for_any_context() -> None:
     documents = sample_text.documents()
     assert len(documents) > 30 and all(text.strip() for text in documents) and sum(map(len, documents)) > 100_000
-    found = sample(sample_text.FOLDER, samples=128, length=1024)
-    assert found.describe()["source"] == "the sample text" and 30 <= len(found.tokens) <= 60
-    assert found.tokens.shape[1] == 1024 and int(found.tokens[0, 0]) == 0
+    result = sample(sample_text.FOLDER, samples=128, length=1024)
+    assert result.describe()["source"] == "the sample text" and 30 <= len(result.tokens) <= 60
+    assert result.tokens.shape[1] == 1024 and int(result.tokens[0, 0]) == 0

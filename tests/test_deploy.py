@@ -31,16 +31,16 @@ def exported() -> set[str]:
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
-def queries(found: Any) -> Iterator[str]:
+def queries(result: Any) -> Iterator[str]:
     """All expressions of Prometheus in a dashboard or in rules."""
-    if isinstance(found, dict):
-        for key, value in found.items():
+    if isinstance(result, dict):
+        for key, value in result.items():
             if key in ("expr", "query") and isinstance(value, str):
                 yield value
             else:
                 yield from queries(value)
-    elif isinstance(found, list):
-        for value in found:
+    elif isinstance(result, list):
+        for value in result:
             yield from queries(value)
 
 

@@ -20,7 +20,7 @@ TAUGHT = "qcompile.passes.fold_scales"
 @pytest.fixture
 def taught() -> Iterator[dict[str, str]]:
     """Code of the page by path; its pass can be imported while a test runs."""
-    code = {found["path"]: found["code"] for found in BLOCK.finditer(PAGE.read_text(encoding="utf-8"))}
+    code = {result["path"]: result["code"] for result in BLOCK.finditer(PAGE.read_text(encoding="utf-8"))}
     module = ModuleType(TAUGHT)
     sys.modules[TAUGHT] = module
     exec(compile(code["passes/fold_scales.py"], str(PAGE), "exec"), module.__dict__)

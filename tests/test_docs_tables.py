@@ -89,5 +89,5 @@ def test_files_that_examples_read_are_shipped() -> None:
     """What commands and programs of the documentation, and of `--help`, read as data: they can be pasted and run."""
     sources = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "qcompile" / "cli").glob("*.py")]
     read = re.compile(r"""(?:--calib|--data|--prompts|run-batch \S+|perplexity\(|calib=)[ "]*([\w./-]+\.jsonl)""")
-    found = {(path.name, name) for path in sources for name in read.findall(path.read_text(encoding="utf-8"))}
-    assert len(found) > 8 and not [each for each in found if not (ROOT / each[1]).is_file()]
+    result = {(path.name, name) for path in sources for name in read.findall(path.read_text(encoding="utf-8"))}
+    assert len(result) > 8 and not [each for each in result if not (ROOT / each[1]).is_file()]

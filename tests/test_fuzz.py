@@ -12,5 +12,5 @@ from tests.support.fuzzing import examine
 
 @pytest.mark.parametrize("seed", first(range(3), range(10)))
 def test_random_decoder(seed: int, tmp_path: Path) -> None:
-    found = examine(seed, tmp_path / "out")
-    assert found.verdict != "wrong", found
+    result = examine(seed, tmp_path / "out")
+    assert result.verdict != "wrong", result

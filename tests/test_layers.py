@@ -15,7 +15,7 @@ LAYERS = ("passes", "codegen", "runtime")
 
 def imports(path: Path) -> set[str]:
     """Names of qcompile modules that a file imports, at any depth of its code, type checking left out."""
-    found: set[str] = set()
+    result: set[str] = set()
     skipped: set[ast.AST] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if node in skipped:
@@ -23,11 +23,11 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             skipped.update(inner for statement in node.body for inner in ast.walk(statement))
         elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            result.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return {name for name in found if name.split(".")[0] == "qcompile"}
+            result.add(node.module)
+            result.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return {name for name in result if name.split(".")[0] == "qcompile"}
 
 
 def layer(module: str) -> str:

@@ -27,12 +27,12 @@ def prose(path: Path) -> str:
 def anchors(path: Path) -> set[str]:
     """What GitHub calls the headings of a page: of equal ones all but the first get a number."""
     seen: Counter[str] = Counter()
-    found = set()
+    result = set()
     for heading in HEADING.finditer(prose(path)):
         name = re.sub(r"[^\w\- ]", "", LINK.sub(r"\g<text>", heading["text"]).lower()).replace(" ", "-")
-        found.add(f"{name}-{seen[name]}" if seen[name] else name)
+        result.add(f"{name}-{seen[name]}" if seen[name] else name)
         seen[name] += 1
-    return found
+    return result
 
 
 def broken(page: Path) -> list[str]:

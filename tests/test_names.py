@@ -43,18 +43,18 @@ def model_types() -> set[str]:
 def class_names() -> set[str]:
     """Configurations and causal models, with and without what their names end in."""
     causal = [name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if kind != "qcompile"]
-    names = {name for found in causal for name in ([found] if isinstance(found, str) else found)}
+    names = {name for result in causal for name in ([result] if isinstance(result, str) else result)}
     return {name.lower() for name in names | {CONFIG_MAPPING[kind].__name__ for kind in CONFIG_MAPPING}}
 
 
 def parameter_names() -> set[str]:
     """Parts of parameter names of some families that are no single word."""
-    found: set[str] = set()
+    result: set[str] = set()
     for kind in ("llama", "gpt2", "opt", "gpt_neox", "qwen3_moe", "bloom", "phi3", "falcon"):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
-        found |= {part for name in model.state_dict() for part in name.split(".") if "_" in part}
-    return found
+        result |= {part for name in model.state_dict() for part in name.split(".") if "_" in part}
+    return result
 
 
 @pytest.mark.parametrize("names", [model_types, class_names, parameter_names])
@@ -62,5 +62,5 @@ def test_no_name_of_a_model_appears(names: object) -> None:
     assert callable(names)
     forbidden = names() - set(ORDINARY)
     assert len(forbidden) > 20
-    found = {str(p.relative_to(ROOT)): sorted(words(p) & forbidden) for p in SOURCES}
-    assert not {path: hits for path, hits in found.items() if hits}
+    result = {str(p.relative_to(ROOT)): sorted(words(p) & forbidden) for p in SOURCES}
+    assert not {path: hits for path, hits in result.items() if hits}

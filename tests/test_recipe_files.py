@@ -100,8 +100,8 @@ def test_later_options_win_over_those_of_the_file(five: Path) -> None:
         five, {"cache.format": "kv4", "rules.first_down.layers": "1", "rules.first_down.names": '["a", "b"]'}
     )
     assert dict(recipe.options)["cache.format"] == "kv4" and recipe.options[-1] == ("cache.format", "kv4")
-    (found,) = (rule for rule in recipe.rules if rule.name == "first_down")
-    assert (found.layers, found.names, found.weight) == ("1", ("a", "b"), "w8_sym_channel")
+    (result,) = (rule for rule in recipe.rules if rule.name == "first_down")
+    assert (result.layers, result.names, result.weight) == ("1", ("a", "b"), "w8_sym_channel")
     assert len(resolve("w4a8", {"rules.down": '{role = "down", weight = "bf16"}'}).rules) == 1
 
 

@@ -25,6 +25,6 @@ def test_a_family_measured_alone_leaves_the_others_and_where_they_come_from(
     asked = ["second_model.py", "heldout.jsonl", "--calib", "calib.jsonl", "--families", "qwen3", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", asked)
     second_model.main()
-    found = json.loads(out.read_text())
-    assert found.pop("measured_apart")["qwen3-1m"].keys() >= {"device", "date", "commit"}
-    assert found == before | {"divergence": {"qwen3-1m": 0.5, "qwen2-1m": 0.2}, "rows": [kept, new]}
+    result = json.loads(out.read_text())
+    assert result.pop("measured_apart")["qwen3-1m"].keys() >= {"device", "date", "commit"}
+    assert result == before | {"divergence": {"qwen3-1m": 0.5, "qwen2-1m": 0.2}, "rows": [kept, new]}

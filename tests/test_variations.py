@@ -113,8 +113,8 @@ FIRST = (
 
 @pytest.mark.parametrize("name", first(FIRST, (*ONCE_WRONG, *ONCE_A_CRASH, *STILL_RIGHT)))
 def test_is_right_or_refused(name: str) -> None:
-    found = examine(ALL[name])
-    assert found.name == ALL[name].right, found
+    result = examine(ALL[name])
+    assert result.name == ALL[name].right, result
 
 
 def test_a_cap_of_a_negative_factor_is_a_cap(tmp_path: Path) -> None:

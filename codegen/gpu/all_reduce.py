@@ -159,5 +159,5 @@ def sums_of(context: PlanContext) -> dict[str, int]:
     if not calls:
         return {}
     layout = peer_layout(context, calls[0].ranks)
-    found = {"ranks": layout.ranks, "width": widest_sum(context), "chunk": CHUNK, "data": layout.data}
-    return found | {"state": STATE_BYTES} | ({"logits": layout.logits} if layout.vocab else {})
+    result = {"ranks": layout.ranks, "width": widest_sum(context), "chunk": CHUNK, "data": layout.data}
+    return result | {"state": STATE_BYTES} | ({"logits": layout.logits} if layout.vocab else {})

@@ -112,12 +112,12 @@ def read_signature(root: Path) -> ArtifactSignature | None:
     """
     try:
         with open_plain(root / SIGNATURE, within=root) as file:
-            found = json.loads(file.read(_MOST_BYTES))
-        if found["version"] != SIGNATURE_VERSION:
+            result = json.loads(file.read(_MOST_BYTES))
+        if result["version"] != SIGNATURE_VERSION:
             raise ArtifactError(f"{root}: {SIGNATURE} is of another version of qcompile: sign the artifact again")
-        signature = base64.b64decode(found["signature"], validate=True)
-        if _KEY.fullmatch(found["key"]) and isinstance(found["manifest"], str) and len(signature) == 64:
-            return ArtifactSignature(found["key"], found["manifest"], signature)
+        signature = base64.b64decode(result["signature"], validate=True)
+        if _KEY.fullmatch(result["key"]) and isinstance(result["manifest"], str) and len(signature) == 64:
+            return ArtifactSignature(result["key"], result["manifest"], signature)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -127,12 +127,12 @@ def read_signature(root: Path) -> ArtifactSignature | None:
     raise ArtifactError(f"{root}: {SIGNATURE} is damaged: sign the artifact again")
 
 
-def signature_problem(manifest: Manifest, found: ArtifactSignature) -> str | None:
+def signature_problem(manifest: Manifest, result: ArtifactSignature) -> str | None:
     """Why a signature is none of `manifest` by the key that it names; None if it is.
 
     Raises ResourceError if the package that checks signatures is missing.
     """
-    if found.sealed != manifest["sha256"]:
+    if result.sealed != manifest["sha256"]:
         return (
             f"{SIGNATURE} signs another manifest: the artifact was changed after it was signed, "
             "or this is the signature of another artifact"
@@ -142,11 +142,11 @@ def signature_problem(manifest: Manifest, found: ArtifactSignature) -> str | Non
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     except ImportError as error:
         raise needs_cryptography(error) from error
-    raw = base64.urlsafe_b64decode(found.key.removeprefix("ed25519:") + "=")
+    raw = base64.urlsafe_b64decode(result.key.removeprefix("ed25519:") + "=")
     try:
-        Ed25519PublicKey.from_public_bytes(raw).verify(found.signature, signed_bytes(found.sealed))
+        Ed25519PublicKey.from_public_bytes(raw).verify(result.signature, signed_bytes(result.sealed))
     except (InvalidSignature, ValueError):
-        return f"{SIGNATURE} was not made by the key that it names, {found.key}"
+        return f"{SIGNATURE} was not made by the key that it names, {result.key}"
     return None
 
 
@@ -155,13 +155,13 @@ def check_signature(root: Path, manifest: Manifest, trusted: Sequence[str]) -> N
 
     The manifest must be what was parsed, its hash checked: the files are then those that its hashes name.
     """
-    found = read_signature(root)
-    if found is None:
+    result = read_signature(root)
+    if result is None:
         raise ArtifactError(f"{root} is not signed (no {SIGNATURE}), and a signature is required")
-    if found.key not in trusted:
+    if result.key not in trusted:
         others = f" or {len(trusted) - 1} others" if len(trusted) > 1 else ""
-        raise ArtifactError(f"{root} is signed by {found.key}, and a signature by {trusted[0]}{others} is required")
-    if problem := signature_problem(manifest, found):
+        raise ArtifactError(f"{root} is signed by {result.key}, and a signature by {trusted[0]}{others} is required")
+    if problem := signature_problem(manifest, result):
         raise ArtifactError(f"{root}: {problem}")
 
 
@@ -171,15 +171,15 @@ def signature_state(root: Path, manifest: Manifest) -> dict[str, Any] | None:
     holds: None if the package that checks signatures is missing. problem: why it does not hold, or was not checked.
     """
     try:
-        found = read_signature(root)
-        if found is None:
+        result = read_signature(root)
+        if result is None:
             return None
-        problem = signature_problem(manifest, found)
+        problem = signature_problem(manifest, result)
     except ArtifactError as error:
         return {"key": None, "holds": False, "problem": str(error)}
     except ResourceError as error:
-        return {"key": found.key if found else None, "holds": None, "problem": str(error)}
-    return {"key": found.key, "holds": problem is None, "problem": problem}
+        return {"key": result.key if result else None, "holds": None, "problem": str(error)}
+    return {"key": result.key, "holds": problem is None, "problem": problem}
 
 
 def signature_text(state: dict[str, Any] | None) -> str:

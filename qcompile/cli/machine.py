@@ -178,10 +178,10 @@ def _stored(directory: Path) -> dict[str, Any]:
     """What the checkpoint's configuration says of how it is quantized; empty if it is not."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
-        found = config.get("quantization_config") or config.get("compression_config")
+        result = config.get("quantization_config") or config.get("compression_config")
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
 def _elements(file: Path, bits: int) -> int:

@@ -86,23 +86,23 @@ def prediction(costs: Mapping[str, Any], activation_bytes: int, scenario: Scenar
     }
 
 
-def text_of(found: Mapping[str, Any]) -> str:
+def text_of(result: Mapping[str, Any]) -> str:
     """A prediction for people: a line of what it is, a table, and a line of prompts."""
-    gpus = f"{found['gpus']} {found['target']}" + (f" in {found['nodes']} machines" if found["nodes"] > 1 else "")
+    gpus = f"{result['gpus']} {result['target']}" + (f" in {result['nodes']} machines" if result["nodes"] > 1 else "")
     rows = [
         [
-            f"{entry['sequences']} x {found['context']:,}",
+            f"{entry['sequences']} x {result['context']:,}",
             f"{entry['milliseconds']:.2f}",
             f"{entry['tokens_per_second']:,.0f}",
             f"{entry['sums_share']:.0%}",
             console.byte_size(entry["gpu_bytes"]) + ("" if entry["fits"] else " (too much)"),
         ]
-        for entry in found["decode"]
+        for entry in result["decode"]
     ]
-    prompt = found["prompt"]
+    prompt = result["prompt"]
     header = ["sequences x context", "ms a step", "tokens/s", "sums", "memory of a GPU"]
     return (
-        f"predicted, not measured, on {gpus} with {console.byte_size(found['gpu_memory_bytes'])} each\n"
+        f"predicted, not measured, on {gpus} with {console.byte_size(result['gpu_memory_bytes'])} each\n"
         f"{console.table(header, rows)}\n"
         f"a prompt of {prompt['tokens']:,} tokens: {prompt['tokens_per_second']:,.0f} tokens/s"
     )

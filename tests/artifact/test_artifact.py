@@ -365,9 +365,9 @@ def test_problems_of_two_artifacts_are_none(tmp_path: Path, monkeypatch: pytest.
     def late(root: Path, files: dict) -> list[str]:
         monkeypatch.setattr(reader, "_problems", problems)
         write_small(out, fill=2)
-        found = problems(root, files)
-        assert found
-        return found
+        result = problems(root, files)
+        assert result
+        return result
 
     monkeypatch.setattr(reader, "_problems", late)
     assert verify(out) == []

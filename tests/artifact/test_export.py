@@ -44,10 +44,10 @@ class OneCall(torch.nn.Module):
         self.op, self.case = ops.op(name), CASES[name]
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        found: list[torch.Tensor] = []
+        result: list[torch.Tensor] = []
         for argument in self.case:
-            found += [argument] if isinstance(argument, torch.Tensor) else _tensors_of(argument)
-        return tuple(found)
+            result += [argument] if isinstance(argument, torch.Tensor) else _tensors_of(argument)
+        return tuple(result)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         rest = list(tensors)
@@ -87,8 +87,8 @@ def test_every_operator_has_a_body_in_aten(name: str) -> None:
     call = OneCall(name)
     program = export.to_aten(call, call.tensors())
     assert not foreign(program)
-    expected, found = call(*call.tensors()), program.module()(*call.tensors())
-    pairs = zip(expected, found, strict=True) if isinstance(expected, list) else [(expected, found)]
+    expected, result = call(*call.tensors()), program.module()(*call.tensors())
+    pairs = zip(expected, result, strict=True) if isinstance(expected, list) else [(expected, result)]
     for one, other in pairs:
         assert one.dtype == other.dtype
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)

@@ -25,8 +25,8 @@ def made(function: MaskFunction, longest: int = LONGEST) -> Any:
 
 
 def shown(function: MaskFunction, longest: int = LONGEST) -> Shown:
-    found: Shown = made(function, longest).shown
-    return found
+    result: Shown = made(function, longest).shown
+    return result
 
 
 def of(window: int = 0, chunk: int = 0, padding: Tensor | None = None) -> MaskFunction:

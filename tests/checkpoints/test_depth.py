@@ -90,6 +90,6 @@ def test_what_does_not_grow_by_whole_periods_is_an_error() -> None:
 
 
 def test_doctor_says_how_many_layers_it_looked_at(tmp_path: Path) -> None:
-    found = doctor.examine(saved(LLAMA, tmp_path), "cpu", "w4a8", {}, None)
-    assert "layers: 8, which repeat the first 2" in found.as_text()
-    assert json.dumps(found.as_json())
+    result = doctor.examine(saved(LLAMA, tmp_path), "cpu", "w4a8", {}, None)
+    assert "layers: 8, which repeat the first 2" in result.as_text()
+    assert json.dumps(result.as_json())

@@ -56,13 +56,13 @@ BODIES: dict[str, Body] = {
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_the_same_results(kind: str) -> None:
-    wanted, found = both(BODIES[kind])
-    assert torch.allclose(found, wanted, atol=1e-5)
+    wanted, result = both(BODIES[kind])
+    assert torch.allclose(result, wanted, atol=1e-5)
 
 
 def test_what_the_results_are_added_to() -> None:
-    wanted, found = both(BODIES["linear"], start=torch.ones(TOKENS, WIDTH), extra=1)
-    assert torch.allclose(found, wanted, atol=1e-5)
+    wanted, result = both(BODIES["linear"], start=torch.ones(TOKENS, WIDTH), extra=1)
+    assert torch.allclose(result, wanted, atol=1e-5)
 
 
 def changed(write: Callable[[Tensor], object], times: int = 1) -> tuple[Tensor, Tensor]:
@@ -98,13 +98,13 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("way", WRITES)
 def test_zeros_that_are_changed_before_the_loop(way: str) -> None:
-    wanted, found = changed(WRITES[way])
-    assert torch.allclose(found, wanted, atol=1e-5)
+    wanted, result = changed(WRITES[way])
+    assert torch.allclose(result, wanted, atol=1e-5)
 
 
 def test_several_loops_that_add_to_one_tensor() -> None:
-    wanted, found = changed(lambda total: None, times=3)
-    assert torch.allclose(found, wanted, atol=1e-5)
+    wanted, result = changed(lambda total: None, times=3)
+    assert torch.allclose(result, wanted, atol=1e-5)
 
 
 def test_a_sum_that_is_read_through_another_view_is_refused() -> None:
@@ -191,8 +191,8 @@ def compared(body: NumberedBody, **more: bool) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", NUMBERED)
 def test_experts_that_differ(kind: str) -> None:
-    wanted, found = compared(NUMBERED[kind])
-    assert torch.allclose(found, wanted, atol=1e-5)
+    wanted, result = compared(NUMBERED[kind])
+    assert torch.allclose(result, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,8 @@ def test_variables_of_the_hub(fake: FakeHub, tmp_path: Path) -> None:
 def test_doctor_fetches_no_weights(fake: FakeHub, capsys: Capture) -> None:
     from tests.cli.test_app import json_of
 
-    found = json_of(capsys, "doctor", NAME, "--recipe", "w4a8")
-    assert found["exportable"] and found["plan"]["model"] == NAME
+    result = json_of(capsys, "doctor", NAME, "--recipe", "w4a8")
+    assert result["exportable"] and result["plan"]["model"] == NAME
     assert fake.fetched() == WANTED - {"model.safetensors"}
     whole = hub.find(NAME)
     assert doctor.examine(whole, "cpu", "w4a8", {}, None).as_json()["plan"]["parameters"] > 0

@@ -112,9 +112,9 @@ def output(result: Any) -> Tensor:
 def test_equal(name: str) -> None:
     family, kernel, given = CALLS[name]
     function, traced = functions(family, kernel)
-    expected, found = output(function(**given)), output(traced(**given))
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()  # rounding of sums in another order
+    expected, result = output(function(**given)), output(traced(**given))
+    assert result.shape == expected.shape
+    assert (result - expected).abs().max() <= 2e-6 * expected.abs().max()  # rounding of sums in another order
 
 
 def test_all_kernels_are_tested() -> None:

@@ -52,10 +52,10 @@ def test_decoder_equals_the_model(kind: str, tmp_path: Path) -> None:
     with torch.no_grad():
         for batch, length in ((1, 9), (2, 48)):
             ids = families.tokens(batch, length, raised.info.vocab_size)
-            found = raised.run(ids, torch.arange(length).expand(batch, length))
+            result = raised.run(ids, torch.arange(length).expand(batch, length))
             wanted = reference(input_ids=ids, use_cache=False).logits
             assert wanted.abs().max() > 0.5
-            torch.testing.assert_close(found, wanted, atol=NEAR, rtol=0)
+            torch.testing.assert_close(result, wanted, atol=NEAR, rtol=0)
 
 
 def test_left_out_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,9 +217,9 @@ def test_what_a_module_keeps_is_found() -> None:
     module = Stateful(lambda m, x: x, {"a": [1, (2.0, "b")], 3: {4}})
     module.child.kept = Box()
     module.child.kept.itself = module.child.kept  # circles end
-    found = state.collect(module)
-    assert found["kept['a'][1][0]"] == 2.0 and found["kept['a']"] == 2 and found["kept[3]"] == 1
-    assert found["runs"] == 0 and not any("weight" in path or path.startswith("child.kept.itself") for path in found)
+    result = state.collect(module)
+    assert result["kept['a'][1][0]"] == 2.0 and result["kept['a']"] == 2 and result["kept[3]"] == 1
+    assert result["runs"] == 0 and not any("weight" in path or path.startswith("child.kept.itself") for path in result)
 
 
 def export(module: nn.Module) -> Any:

@@ -65,14 +65,14 @@ def test_an_artifact_from_a_kept_trace_is_the_same_bytes(tmp_path: Path, imports
 
 def test_weights_are_read_anew(tmp_path: Path, imports: list[Any]) -> None:
     model = saved(LLAMA, tmp_path / "model")
-    found = []
+    result = []
     for seed in (0, 1):
         saved(LLAMA, model, seed)
         weights = pipeline.plan(model).graphs[0].weights
         name = next(name for name in weights.entries if "embed" in name)
-        found.append(weights[name])
-        assert torch.equal(found[-1], load_file(model / "model.safetensors")[name])
-    assert len(imports) == 1 and not torch.equal(*found)
+        result.append(weights[name])
+        assert torch.equal(result[-1], load_file(model / "model.safetensors")[name])
+    assert len(imports) == 1 and not torch.equal(*result)
 
 
 def test_another_configuration_software_or_set_of_weights_is_traced(
@@ -124,8 +124,8 @@ def test_a_damaged_trace_is_made_again(tmp_path: Path, imports: list[Any]) -> No
 
 def test_doctor_finds_traces_and_builds_find_its(tmp_path: Path, imports: list[Any]) -> None:
     model = saved(LLAMA, tmp_path / "model")
-    found = [doctor.examine(str(model), "cpu", "w4a8", {}, None, allow_remote=False).as_json() for _ in range(2)]
-    assert len(imports) == 1 and found[0] == found[1]
+    result = [doctor.examine(str(model), "cpu", "w4a8", {}, None, allow_remote=False).as_json() for _ in range(2)]
+    assert len(imports) == 1 and result[0] == result[1]
     pipeline.plan(model, allow_remote=True)  # its own code may have changed
     assert len(imports) == 2
 

@@ -46,10 +46,10 @@ def test_eval(capsys: Capture, artifact: Path, odd: Path, tmp_path: Path) -> Non
     data = tmp_path / "texts.jsonl"
     data.write_text(json.dumps({"text": "abc" * 30}))
     asked = ("eval", artifact, "--data", data, "--window", 20, "--max-windows", 2)
-    found = json_of(capsys, *asked, *loras(odd, "all"))["nll"]
+    result = json_of(capsys, *asked, *loras(odd, "all"))["nll"]
     with qcompile.load(artifact, gamma=0, lora={"all": odd / "all"}) as llm:
-        assert found == llm.perplexity(data, 20, max_windows=2, lora="all").nll
-    assert found != json_of(capsys, *asked)["nll"]
+        assert result == llm.perplexity(data, 20, max_windows=2, lora="all").nll
+    assert result != json_of(capsys, *asked)["nll"]
 
 
 def test_bench(capsys: Capture, monkeypatch: pytest.MonkeyPatch, artifact: Path, odd: Path) -> None:

@@ -200,11 +200,11 @@ def test_tables_and_sizes() -> None:
 
 def test_build_says_what_each_pass_did(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    found = json_of(
+    result = json_of(
         capsys, "build", tiny_checkpoint, "-o", out, "--set", "cache.format=kv8", "--set", "rounding=nearest"
     )
-    assert Path(found["path"]) == out and found["bytes"] > 0 and 4 < found["bits_per_weight"] < 9
-    assert {"raise", "merge", "quantize", "cache", "fuse"} <= {p["name"] for p in found["passes"]}
+    assert Path(result["path"]) == out and result["bytes"] > 0 and 4 < result["bits_per_weight"] < 9
+    assert {"raise", "merge", "quantize", "cache", "fuse"} <= {p["name"] for p in result["passes"]}
     assert json_of(capsys, "inspect", out)["kv"]["format"] == "kv8"
 
 
@@ -320,12 +320,12 @@ def test_build_without_a_compiler_says_so(tiny_checkpoint: Path, tmp_path: Path)
 
 def test_run_prints_the_prompt_and_its_continuation(capsys: Capture, tiny_artifact: Build) -> None:
     run = ("run", tiny_artifact("w4a8"), "--prompt", "def main(", "--max-tokens", "6")
-    found = json_of(capsys, *run)
-    assert len(found["token_ids"]) == 6 and found["prefill_seconds"] > 0 and found["decode_seconds"] > 0
-    assert found["decode_tokens_per_second"] == pytest.approx(5 / found["decode_seconds"])
+    result = json_of(capsys, *run)
+    assert len(result["token_ids"]) == 6 and result["prefill_seconds"] > 0 and result["decode_seconds"] > 0
+    assert result["decode_tokens_per_second"] == pytest.approx(5 / result["decode_seconds"])
     assert code_of(*run, "--threads", "1") == 0
     captured = capsys.readouterr()
-    assert captured.out == "def main(" + found["text"] + "\n"
+    assert captured.out == "def main(" + result["text"] + "\n"
     assert "tokens/s, 1 thread]" in captured.err
     assert code_of(*run, "--threads", "2") == 0
     assert "tokens/s, 2 threads]" in capsys.readouterr().err
@@ -385,10 +385,10 @@ def test_a_client_that_hangs_up_does_not_end_the_server(
     capsys: Capture, tiny_artifact: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing to who has gone raises SIGPIPE, which other commands heed: their reader has all it wants."""
-    found = []
-    monkeypatch.setattr("qcompile.runtime.server.app.serve", lambda *_: found.append(signal.getsignal(signal.SIGPIPE)))
+    result = []
+    monkeypatch.setattr("qcompile.runtime.server.app.serve", lambda *_: result.append(signal.getsignal(signal.SIGPIPE)))
     assert code_of("serve", tiny_artifact("w4a8"), "--port", "0") == 0
-    assert found == [signal.SIG_IGN]
+    assert result == [signal.SIG_IGN]
 
 
 def test_names_that_are_no_text(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -446,12 +446,12 @@ def test_serve_refuses_an_empty_key(capsys: Capture, tiny_artifact: Build, monke
 def test_eval_has_the_keys_scripts_rely_on(capsys: Capture, tiny_artifact: Build, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 20}) for i in range(9)))
-    found = json_of(capsys, "eval", tiny_artifact("w4a8"), "--data", data, "--window", "64", "--max-windows", "3")
-    assert found["windows"] == 3 and found["tokens"] == 3 * 63 and found["perplexity"] > 1 and found["nll"] > 0
+    result = json_of(capsys, "eval", tiny_artifact("w4a8"), "--data", data, "--window", "64", "--max-windows", "3")
+    assert result["windows"] == 3 and result["tokens"] == 3 * 63 and result["perplexity"] > 1 and result["nll"] > 0
     text = data.read_text()
     data.write_text("\ufeff" + text.replace("return", "\u2028\x85").replace("\n", "\r\n"), encoding="utf-8")
     again = json_of(capsys, "eval", tiny_artifact("w4a8"), "--data", data, "--window", "64", "--max-windows", "3")
-    assert again["windows"] == 3 and again["nll"] != found["nll"]
+    assert again["windows"] == 3 and again["nll"] != result["nll"]
     assert code_of("eval", tiny_artifact("w4a8"), "--data", data, "--window", "64", "--max-windows", "3") == 0
     assert capsys.readouterr().out.endswith("(3 windows of 64 tokens, 189 predictions)\n")
     for wrong in ("not json", '{"text": "\\ud800"}', "[" * 100_000, "{}", '{"text": 3}', "[]"):
@@ -461,10 +461,10 @@ def test_eval_has_the_keys_scripts_rely_on(capsys: Capture, tiny_artifact: Build
 
 def test_bench_measures_tests_and_kernels(capsys: Capture, tiny_artifact: Build) -> None:
     sizes = ("--tg", "8", "--pp", "32", "--verify", "1,4", "--repeats", "1", "--threads", "1")
-    found = json_of(capsys, "bench", tiny_artifact("w4a8"), *sizes)
-    assert found["decode_tokens_per_second"] > 0 and found["prefill_tokens_per_second"] > 0
-    assert set(found["tests"]) == {"tg8", "pp32", "verify1", "verify4"}
-    for kernel in found["kernels"]:
+    result = json_of(capsys, "bench", tiny_artifact("w4a8"), *sizes)
+    assert result["decode_tokens_per_second"] > 0 and result["prefill_tokens_per_second"] > 0
+    assert set(result["tests"]) == {"tg8", "pp32", "verify1", "verify4"}
+    for kernel in result["kernels"]:
         assert kernel["predicted_us"] > 0 and kernel["measured_us"] > 0 and kernel["bytes"] > 0 and kernel["ops"] > 0
     assert code_of("bench", tiny_artifact("w4a8"), *sizes, "--jsonl") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -481,10 +481,10 @@ def test_bench_measures_tests_and_kernels(capsys: Capture, tiny_artifact: Build)
 
 
 def test_inspect_shows_what_was_built(capsys: Capture, tiny_artifact: Build) -> None:
-    found = json_of(capsys, "inspect", tiny_artifact("w4a8"))
-    assert found["recipe"]["name"] == "w4a8" and found["target"]["name"] == "cpu"
-    assert found["bits_per_weight"] > 4 and found["passes"][0]["fired"] > 0
-    assert found["sizes"]["total"] == sum(p.stat().st_size for p in tiny_artifact("w4a8").rglob("*") if p.is_file())
+    result = json_of(capsys, "inspect", tiny_artifact("w4a8"))
+    assert result["recipe"]["name"] == "w4a8" and result["target"]["name"] == "cpu"
+    assert result["bits_per_weight"] > 4 and result["passes"][0]["fired"] > 0
+    assert result["sizes"]["total"] == sum(p.stat().st_size for p in tiny_artifact("w4a8").rglob("*") if p.is_file())
     assert code_of("inspect", tiny_artifact("w4a8")) == 0
     assert "quantize" in capsys.readouterr().out
 
@@ -531,10 +531,10 @@ def test_inspect_passes(capsys: Capture, tmp_path: Path, tiny_checkpoint: Path) 
     assert code_of("build", tiny_checkpoint, "-o", checked, "--recipe", "w4a8", "--check", *switch) == 0
     capsys.readouterr()
     assert all(entry["seconds"] is None for entry in json_of(capsys, "inspect", plain, "--passes"))
-    found = {entry["name"]: entry for entry in json_of(capsys, "inspect", checked, "--passes")}
-    assert found["raise"]["max_relative_error"] < 1e-5 and found["rotate"]["max_relative_error"] < 1e-5
-    assert 1e-4 < found["quantize"]["max_relative_error"] < 1 and found["rotate"]["seconds"] > 0
-    assert found["rotate"]["fired"] > 0 and found["rotate"]["options"]["online"] is False
+    result = {entry["name"]: entry for entry in json_of(capsys, "inspect", checked, "--passes")}
+    assert result["raise"]["max_relative_error"] < 1e-5 and result["rotate"]["max_relative_error"] < 1e-5
+    assert 1e-4 < result["quantize"]["max_relative_error"] < 1 and result["rotate"]["seconds"] > 0
+    assert result["rotate"]["fired"] > 0 and result["rotate"]["options"]["online"] is False
     assert code_of("inspect", checked, "--passes") == 0
     assert "rotate" in capsys.readouterr().out
     assert code_of("verify", checked) == 0  # passes.json differs from build to build and is not sealed

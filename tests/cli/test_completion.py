@@ -62,8 +62,8 @@ def test_shells_offer_what_fits(shell: str, command: str, tmp_path: Path, capsys
     done = subprocess.run(
         [shell, "-c", command, *arguments], input="\n".join(LINES) + "\n", capture_output=True, text=True
     )
-    found = dict(zip(LINES, map(set, map(str.split, done.stdout.splitlines())), strict=True))
-    assert found == LINES, done.stderr
+    result = dict(zip(LINES, map(set, map(str.split, done.stdout.splitlines())), strict=True))
+    assert result == LINES, done.stderr
 
 
 def test_files_are_offered_where_nothing_else_is(tmp_path: Path, capsys: Capture) -> None:

@@ -20,9 +20,9 @@ from tests.support.families import COMMON
 
 
 def test_doctor_plans_without_reading_weights(capsys: Capture, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    found = json_of(capsys, "doctor", tiny_checkpoint, "--recipe", "qserve")
-    assert found["exportable"] and found["unsupported"] == [] and found["plan"]["parameters"] > 0
-    assert found["memory_bytes"] > found["disk_bytes"] > 0
+    result = json_of(capsys, "doctor", tiny_checkpoint, "--recipe", "qserve")
+    assert result["exportable"] and result["unsupported"] == [] and result["plan"]["parameters"] > 0
+    assert result["memory_bytes"] > result["disk_bytes"] > 0
     assert code_of("doctor", tiny_checkpoint) == 0
     assert "gemm" in capsys.readouterr().out
 
@@ -30,8 +30,8 @@ def test_doctor_plans_without_reading_weights(capsys: Capture, tiny_checkpoint: 
 def test_doctor_says_what_is_unsupported(capsys: Capture, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert code_of("doctor", tmp_path, "--json") == 3
-    found = json.loads(capsys.readouterr().out)
-    assert not found["exportable"] and found["unsupported"][0]["reason"]
+    result = json.loads(capsys.readouterr().out)
+    assert not result["exportable"] and result["unsupported"][0]["reason"]
     named, plain = {"node": "add_3", "reason": "why"}, {"node": "", "reason": "no node is at fault"}
     text = Diagnosis(False, [named, plain]).as_text()
     assert text == "not supported\n  add_3: why\n  no node is at fault"

@@ -52,27 +52,27 @@ def recording(*sent: tuple[float, Any], status: int = 200) -> Recording:
 
 def test_tokens_are_counted_piece_by_piece() -> None:
     done = b"data: [DONE]\n\n"
-    found = read(recording((1, event("a", 1)), (3, event("bc", 5)), (4, event("", 5, end="stop")), (4, done)))
-    assert (found.failure, found.late, found.first, found.whole) == (None, 0.5, 1, 4)
-    assert (found.input_tokens, found.output_tokens, found.gaps) == (5, 5, [0.5] * 4) and found.between == 0.5
+    result = read(recording((1, event("a", 1)), (3, event("bc", 5)), (4, event("", 5, end="stop")), (4, done)))
+    assert (result.failure, result.late, result.first, result.whole) == (None, 0.5, 1, 4)
+    assert (result.input_tokens, result.output_tokens, result.gaps) == (5, 5, [0.5] * 4) and result.between == 0.5
 
 
 def test_a_token_without_text_counts_when_the_server_says_so() -> None:
-    found = read(recording((1, event("", 1)), (2, event("é", 2, end="length"))))
-    assert found.first == 1 and found.gaps == [1]
+    result = read(recording((1, event("", 1)), (2, event("é", 2, end="length"))))
+    assert result.first == 1 and result.gaps == [1]
 
 
 def test_a_sum_is_spread_over_the_pieces() -> None:
-    found = read(recording((1, event("a")), (2, event("b")), (3, event("", end="stop")), (3, event(total=6))))
-    assert found.output_tokens == 6 and found.first == 1 and found.gaps == [pytest.approx(1 / 3)] * 3
+    result = read(recording((1, event("a")), (2, event("b")), (3, event("", end="stop")), (3, event(total=6))))
+    assert result.output_tokens == 6 and result.first == 1 and result.gaps == [pytest.approx(1 / 3)] * 3
 
 
 def test_without_any_count_a_piece_is_a_token() -> None:
     role = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
     said = {"choices": [{"delta": {"content": "a"}}]}
     thought = {"choices": [{"delta": {"reasoning_content": "b"}, "finish_reason": "stop"}]}
-    found = read(recording((1, role), (2, said), (4, thought)))
-    assert (found.first, found.gaps, found.output_tokens, found.input_tokens) == (2, [2], 2, 0)
+    result = read(recording((1, role), (2, said), (4, thought)))
+    assert (result.first, result.gaps, result.output_tokens, result.input_tokens) == (2, [2], 2, 0)
 
 
 def test_an_event_counts_when_its_last_byte_came() -> None:
@@ -92,8 +92,8 @@ def test_an_event_counts_when_its_last_byte_came() -> None:
     ],
 )
 def test_failures_are_told_apart(made: Recording, why: str) -> None:
-    found = read(made)
-    assert found.failure is not None and why in found.failure and found.output_tokens == 0
+    result = read(made)
+    assert result.failure is not None and why in result.failure and result.output_tokens == 0
 
 
 # ---- figures -------------------------------------------------------------------------------------------
@@ -104,22 +104,22 @@ def test_figures_of_a_level() -> None:
     slow = recording((3, event("a", 1)), (8, event("b", 2, end="stop")))
     refused = recording((1, b""), status=429)
     run = Run(Level(1.0, None, concurrency=3), [quick, slow, refused], seconds=10.0, cpu_seconds=1.0, lags=[0.0, 0.2])
-    found = figures.figures(run, figures.limits("ttft=2s,itl=1500ms"), {"drafted": 8.0, "accepted": 6.0})
-    assert (found["requests"], found["failed"], found["failures"]) == (2, 1, {"HTTP 429": 1})
-    assert found["output_tokens_per_second"] == 0.4 and found["total_tokens_per_second"] == 1.4
-    assert found["ttft_seconds"] == {"mean": 2, "p50": 2, "p90": pytest.approx(2.8), "p99": pytest.approx(2.98)}
-    assert found["itl_seconds"]["mean"] == 3 and found["e2e_seconds"]["p50"] == 5
-    assert found["goodput"] == {"share": pytest.approx(1 / 3), "requests_per_second": 0.1}
-    assert found["drafts"] == {"drafted_tokens": 8, "acceptance_rate": 0.75}
-    assert found["client"]["core_share"] == 0.1 and found["client"]["late_p99_seconds"] == 0.5
-    assert figures.client_limits(found)  # late by a quarter of the median to the first token
+    result = figures.figures(run, figures.limits("ttft=2s,itl=1500ms"), {"drafted": 8.0, "accepted": 6.0})
+    assert (result["requests"], result["failed"], result["failures"]) == (2, 1, {"HTTP 429": 1})
+    assert result["output_tokens_per_second"] == 0.4 and result["total_tokens_per_second"] == 1.4
+    assert result["ttft_seconds"] == {"mean": 2, "p50": 2, "p90": pytest.approx(2.8), "p99": pytest.approx(2.98)}
+    assert result["itl_seconds"]["mean"] == 3 and result["e2e_seconds"]["p50"] == 5
+    assert result["goodput"] == {"share": pytest.approx(1 / 3), "requests_per_second": 0.1}
+    assert result["drafts"] == {"drafted_tokens": 8, "acceptance_rate": 0.75}
+    assert result["client"]["core_share"] == 0.1 and result["client"]["late_p99_seconds"] == 0.5
+    assert figures.client_limits(result)  # late by a quarter of the median to the first token
     assert not figures.kept(read(slow), {"e2e": 7.9}) and figures.kept(read(slow), {"e2e": 8})
 
 
 def test_a_level_without_answers_has_no_times() -> None:
-    found = figures.figures(Run(Level(1.0, None, rate=2.0)), {"ttft": 1.0}, None)
-    assert found["ttft_seconds"] is None and found["goodput"]["share"] == 0 and "drafts" not in found
-    report = {"server": {"model": "m", "url": "u"}, "limits_seconds": {"ttft": 1.0}, "levels": [found]}
+    result = figures.figures(Run(Level(1.0, None, rate=2.0)), {"ttft": 1.0}, None)
+    assert result["ttft_seconds"] is None and result["goodput"]["share"] == 0 and "drafts" not in result
+    report = {"server": {"model": "m", "url": "u"}, "limits_seconds": {"ttft": 1.0}, "levels": [result]}
     asked = {"input_tokens": "4", "output_tokens": "4 ± 2", "shared_prefix_tokens": 3, "endpoint": "completions"}
     shown = text.as_text(report | {"workload": asked, "client": {"request_fields": []}})
     assert "rate 2  " in shown and "after 3 shared ones" in shown and "one for each piece" in shown
@@ -276,32 +276,32 @@ def bench(capsys: Capture, fake: FakeServer, *options: object) -> Any:
 
 def test_clients_wait_for_their_answers(serving: Callable[..., FakeServer], capsys: Capture) -> None:
     fake = serving(seconds=0.01)
-    found = bench(capsys, fake, "--concurrency", "1,3", "--seconds", 30, "--requests", 9, "--slo", "ttft=1us,e2e=20s")
-    first, second = found["levels"]
+    result = bench(capsys, fake, "--concurrency", "1,3", "--seconds", 30, "--requests", 9, "--slo", "ttft=1us,e2e=20s")
+    first, second = result["levels"]
     assert (first["requests"], second["requests"], second["failed"]) == (9, 9, 0) and fake.most == 3
     assert second["output_tokens"] == 9 * 4 and second["goodput"]["share"] == 0 and first["seconds"] < 20
     assert second["drafts"] == {"drafted_tokens": 9 * 4, "acceptance_rate": 0.5}  # not those of the warm-up
     prompts = [asked["prompt"] for asked in fake.asked if asked["max_tokens"] == 64]
     assert len(prompts) >= 18 and all(len(prompt) == 128 and isinstance(prompt[0], int) for prompt in prompts)
-    assert fake.asked[-1]["ignore_eos"] and found["server"]["context"] == 4096
+    assert fake.asked[-1]["ignore_eos"] and result["server"]["context"] == 4096
 
 
 def test_requests_of_a_rate_do_not_wait(serving: Callable[..., FakeServer], capsys: Capture) -> None:
     fake = serving(seconds=0.5)
-    found = bench(capsys, fake, "--rate", 40, "--seconds", 0.5, "--warmup", 0)["levels"]
+    result = bench(capsys, fake, "--rate", 40, "--seconds", 0.5, "--warmup", 0)["levels"]
     due = len(list(Level(0.5, None, rate=40.0).arrivals()))
-    assert [level["load"] for level in found] == ["rate 40"] and found[0]["requests"] == due
+    assert [level["load"] for level in result] == ["rate 40"] and result[0]["requests"] == due
     assert fake.most > due / 2  # most arrive before the first is answered
 
 
 def test_a_server_that_knows_little(serving: Callable[..., FakeServer], capsys: Capture) -> None:
     fake = serving(knows=())
     options = ("--concurrency", 2, "--requests", 4, "--chat", "--input-tokens", 10, "--shared-prefix", 5)
-    found = bench(capsys, fake, *options)
-    assert found["client"]["request_fields"] == ["usage"] and "drafts" not in found["levels"][0]
+    result = bench(capsys, fake, *options)
+    assert result["client"]["request_fields"] == ["usage"] and "drafts" not in result["levels"][0]
     said = [asked["messages"][0]["content"] for asked in fake.asked[-4:]]
     assert len({content[:20] for content in said}) == 1 < len(set(said)) and "ignore_eos" not in fake.asked[-1]
-    assert found["levels"][0]["output_tokens"] == 16 and found["levels"][0]["input_tokens"] == 20
+    assert result["levels"][0]["output_tokens"] == 16 and result["levels"][0]["input_tokens"] == 20
     assert code_of("bench", "--serve", f"http://127.0.0.1:{fake.port}", *options) == 0
     shown = capsys.readouterr().out
     assert "does not take ignore_eos" in shown and "spread evenly" in shown
@@ -311,9 +311,9 @@ def test_messages_of_a_file_are_chats(serving: Callable[..., FakeServer], capsys
     path = tmp_path / "chats.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}\n')
     fake = serving()
-    found = bench(capsys, fake, "--concurrency", 1, "--requests", 3, "--prompts", path)
-    assert found["workload"]["endpoint"] == "chat/completions" and found["workload"]["prompts"] == "chats.jsonl"
-    assert found["levels"][0]["output_tokens"] == 6 and fake.asked[-1]["messages"][0]["content"] == "hello"
+    result = bench(capsys, fake, "--concurrency", 1, "--requests", 3, "--prompts", path)
+    assert result["workload"]["endpoint"] == "chat/completions" and result["workload"]["prompts"] == "chats.jsonl"
+    assert result["levels"][0]["output_tokens"] == 6 and fake.asked[-1]["messages"][0]["content"] == "hello"
 
 
 def test_a_key_is_sent_and_not_forwarded(serving: Callable[..., FakeServer], capsys: Capture) -> None:
@@ -376,9 +376,9 @@ def test_a_server_of_an_artifact(tiny_artifact: Callable[[str], Path], tmp_path:
     sizes = ("--input-tokens", "12:3", "--output-tokens", 24, "--threads", 1, "--gamma", 2)
     levels = ("--concurrency", 2, "--rate", 50, "--seconds", 0.5)
     assert code_of("bench", "--serve", tiny_artifact("qspec"), *sizes, *levels, "--json", "--plot", plot) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["client"]["request_fields"] == ["counts", "ignore_eos"]
-    for level in found["levels"]:
+    result = json.loads(capsys.readouterr().out)
+    assert result["client"]["request_fields"] == ["counts", "ignore_eos"]
+    for level in result["levels"]:
         assert level["requests"] > 2 and level["failed"] == 0
         assert level["output_tokens"] == 24 * level["requests"] and level["drafts"]["acceptance_rate"] > 0
         assert 0 < level["ttft_seconds"]["p50"] < level["e2e_seconds"]["p50"]

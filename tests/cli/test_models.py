@@ -251,12 +251,12 @@ def checkpoint(folder: Path, weights: int, config: dict[str, Any]) -> Path:
             for said, why in (("load_in_8bit", "keeps"), ("load_in_4bit", "lose least"))
         ),
         *(
-            (9, 2, GIB, 0, {"quantization_config": {"quant_method": "modelopt", "quant_algo": said}}, ("cpu", *found))
-            for said, found in (("NVFP4", ("nvfp4", "keeps")), ("FP8", ("w8a8", "lose least")))
+            (9, 2, GIB, 0, {"quantization_config": {"quant_method": "modelopt", "quant_algo": said}}, ("cpu", *result))
+            for said, result in (("NVFP4", ("nvfp4", "keeps")), ("FP8", ("w8a8", "lose least")))
         ),
         *(
-            (9, 2, GIB, gpu, {"quantization_config": {"quant_method": "gptq", **said}}, (*found, ""))
-            for gpu, said, found in (
+            (9, 2, GIB, gpu, {"quantization_config": {"quant_method": "gptq", **said}}, (*result, ""))
+            for gpu, said, result in (
                 (0, {"bits": 4, "group_size": 64}, ("cpu", "w4a8-g32")),
                 (80 * GIB, {"bits": 4, "group_size": 64}, ("h100", "w8a8")),  # which has no kernels for these groups
                 (80 * GIB, {"bits": 4, "group_size": 128}, ("h100", "w4a8")),
@@ -288,8 +288,8 @@ def test_the_recipe_fits_the_machine(
 ) -> None:
     given = ("NVIDIA H100 80GB HBM3", "h100", gpu) if gpu else ()
     here = machine.Machine(cores, get_target("cpu-avx2"), memory, *given)
-    found = machine.fit(here, checkpoint(tmp_path, weights, config))
-    assert (found.target, found.recipe) == fit[:2] and fit[2] in found.reason
+    result = machine.fit(here, checkpoint(tmp_path, weights, config))
+    assert (result.target, result.recipe) == fit[:2] and fit[2] in result.reason
     assert (
         f"{cores} cores (AVX2), {memory // GIB}.0 GiB, {'NVIDIA H100 80GB HBM3 (80.0 GiB)' if gpu else 'no GPU'}"
         == (here.text())

@@ -40,9 +40,9 @@ def write(path: Path, *lines: Any) -> Path:
 def results(path: Path) -> dict[str | None, dict[str, Any]]:
     """The results of a file by custom_id, of which there may be one each."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    found = {line["custom_id"]: line for line in lines}
-    assert len(found) == len(lines)
-    return found
+    result = {line["custom_id"]: line for line in lines}
+    assert len(result) == len(lines)
+    return result
 
 
 def test_each_request_is_answered_once(tiny_artifact: Callable[[str], Path], tmp_path: Path, capsys: Capture) -> None:
@@ -57,17 +57,17 @@ def test_each_request_is_answered_once(tiny_artifact: Callable[[str], Path], tmp
     counts = json.loads(captured.out)
     assert (counts["completed"], counts["kept"], counts["failed"], counts["completion_tokens"]) == (2, 0, 5, 8)
     assert "5 of 7 requests failed" in captured.err and len(captured.err.splitlines()) == 1
-    found = results(results_file)
-    statuses = {name: line["response"]["status_code"] for name, line in found.items() if line["response"]}
+    result = results(results_file)
+    statuses = {name: line["response"]["status_code"] for name, line in result.items() if line["response"]}
     assert statuses == {"first": 200, "second": 200, "other": 404, "chat": 400, "nowhere": 404}
-    assert "line 2: not a JSON object" in found[None]["error"]["message"]
-    assert "line 7: method" in found["bare"]["error"]["message"]
+    assert "line 2: not a JSON object" in result[None]["error"]["message"]
+    assert "line 7: method" in result["bare"]["error"]["message"]
     alone = json_run(capsys, out)
-    assert found["first"]["response"]["body"]["choices"][0]["text"] == alone["text"]
-    assert len(found["second"]["response"]["body"]["choices"]) == 2
+    assert result["first"]["response"]["body"]["choices"][0]["text"] == alone["text"]
+    assert len(result["second"]["response"]["body"]["choices"]) == 2
 
     # Mended, and goes on: what is answered stays as it is, bit for bit.
-    before = {name: results_file.read_text().splitlines()[at] for at, name in enumerate(found)}
+    before = {name: results_file.read_text().splitlines()[at] for at, name in enumerate(result)}
     write(tmp_path / "batch.jsonl", first, second, request("other", model="tiny"))
     with results_file.open("a") as file:
         file.write('{"custom_id": "cut off')
@@ -147,7 +147,7 @@ def test_requests_run_at_once_and_a_bug_ends_one_only() -> None:
         lines = [batches.BatchLine(str(number), "/v1/x", {"number": number}) for number in range(20)]
         return [result async for result in batches.answers(app, lines, 5, ended)]
 
-    found = {result["custom_id"]: result["response"] for result in asyncio.run(ask(lambda: False))}
-    assert len(found) == 20 and most == 5 and found["0"]["body"] == "plain text"
-    assert found["3"]["status_code"] == 500 and "KeyError" in found["3"]["body"]["error"]["message"]
+    outcome = {result["custom_id"]: result["response"] for result in asyncio.run(ask(lambda: False))}
+    assert len(outcome) == 20 and most == 5 and outcome["0"]["body"] == "plain text"
+    assert outcome["3"]["status_code"] == 500 and "KeyError" in outcome["3"]["body"]["error"]["message"]
     assert asyncio.run(ask(lambda: True)) == []

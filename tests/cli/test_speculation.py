@@ -53,11 +53,11 @@ def test_from_build_to_run(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest
     assert first["rounds"] == 0 and first["acceptance_rate"] is None and first["accepted_per_position"] == []
     prompts.write_text('{"prompt": "def main("}\n{"prompt": [5, 6]}\n')
     sizes = ("--tg", 16, "--pp", 4, "--repeats", 1, "--threads", 1, "--prompts", prompts)
-    found = json_of("bench", out, *sizes, "--gamma", 2)
-    assert found["drafts"]["tokens"] == 2 * 16 and found["drafts"]["rounds"] > 0 and found["drafts"]["gamma"] == 2
-    speeds = found["drafts"]["drafted_tokens_per_second"], found["drafts"]["plain_tokens_per_second"]
-    assert found["drafts"]["gain"] == speeds[0] / speeds[1] and found["tests"]["drafted16"] == speeds[0]
-    assert 0 < found["drafts"]["acceptance_rate"] <= 1 <= found["drafts"]["tokens_per_round"] <= 3
+    result = json_of("bench", out, *sizes, "--gamma", 2)
+    assert result["drafts"]["tokens"] == 2 * 16 and result["drafts"]["rounds"] > 0 and result["drafts"]["gamma"] == 2
+    speeds = result["drafts"]["drafted_tokens_per_second"], result["drafts"]["plain_tokens_per_second"]
+    assert result["drafts"]["gain"] == speeds[0] / speeds[1] and result["tests"]["drafted16"] == speeds[0]
+    assert 0 < result["drafts"]["acceptance_rate"] <= 1 <= result["drafts"]["tokens_per_round"] <= 3
     assert "drafts" not in json_of("bench", out, *sizes, "--gamma", 0)
     assert code_of("bench", out, *sizes) == 0
     assert "drafts (gamma auto): " in capsys.readouterr().out
@@ -81,12 +81,12 @@ def test_inspect_counts_the_cache_of_a_draft(
     assert code_of("build", tiny_checkpoint, "-o", out, "--recipe", "w4a8", "--draft", tiny_checkpoint) == 0
     assert "\ndraft1: raise " in capsys.readouterr().out
     assert code_of("inspect", out, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    own = found["drafts"][0]["kv_per_token"]
+    result = json.loads(capsys.readouterr().out)
+    own = result["drafts"][0]["kv_per_token"]
     assert own > 0
-    assert found["sizes"]["kv_per_token"] == found["kv"]["page_bytes"] // found["kv"]["page_tokens"] + own
+    assert result["sizes"]["kv_per_token"] == result["kv"]["page_bytes"] // result["kv"]["page_tokens"] + own
     report = json.loads((out / "report.json").read_text())
-    assert report["kv_bytes_per_token"] == found["sizes"]["kv_per_token"]
+    assert report["kv_bytes_per_token"] == result["sizes"]["kv_per_token"]
     assert [(draft["name"], draft["shares_cache"]) for draft in report["drafts"]] == [("draft1", False)]
     assert code_of("inspect", out) == 0
     assert f"draft1 (own cache, {console.byte_size(own)} per token)" in capsys.readouterr().out

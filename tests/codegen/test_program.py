@@ -85,6 +85,6 @@ def test_every_kind_of_call_is_tested_and_names_its_own_fields() -> None:
 def test_headers_repeat_the_constants_of_the_cache() -> None:
     """C++ headers are compiled without being rendered, so the headers have numbers of their own."""
     text = (Path(render.__file__).parent / "templates" / "kv.h").read_text(encoding="utf-8")
-    found: dict[str, Any] = dict(re.findall(r"^constexpr int (k\w+) = ([^;]+);", text, re.MULTILINE))
-    assert found["kPage"] == str(PAGE_TOKENS) and found["kHierGroup"] == str(HIER_GROUP)
-    assert found["kRingPages"] == f"{RING_GROUPS} * kHierGroup / kPage"
+    result: dict[str, Any] = dict(re.findall(r"^constexpr int (k\w+) = ([^;]+);", text, re.MULTILINE))
+    assert result["kPage"] == str(PAGE_TOKENS) and result["kHierGroup"] == str(HIER_GROUP)
+    assert result["kRingPages"] == f"{RING_GROUPS} * kHierGroup / kPage"

@@ -51,8 +51,8 @@ def model(options: dict[str, Any], request: pytest.FixtureRequest) -> Any:
 
 def test_chats(model: Any, say: Say) -> None:
     say(HELLO)
-    found = model.invoke([SystemMessage("Be brief."), HumanMessage("x")])
-    assert found.text == HELLO and found.usage_metadata["output_tokens"] == len(HELLO) + 1
+    result = model.invoke([SystemMessage("Be brief."), HumanMessage("x")])
+    assert result.text == HELLO and result.usage_metadata["output_tokens"] == len(HELLO) + 1
     pieces = list(model.stream("x"))
     whole = pieces[0]
     for piece in pieces[1:]:
@@ -69,30 +69,30 @@ def test_many_at_once(options: dict[str, Any], say: Say) -> None:
         return await asyncio.gather(*(model.ainvoke("x") for model in models * 3))
 
     say(HELLO)
-    assert [found.text for found in asyncio.run(ask())] == [HELLO] * 6
+    assert [result.text for result in asyncio.run(ask())] == [HELLO] * 6
 
 
 def test_tools(model: Any, say: Say) -> None:
     """Whole and streamed; the conversation goes on with the results."""
     say(REPLY)
     bound = model.bind_tools([add])
-    found = bound.invoke("x")
-    assert [(call["name"], call["args"]) for call in found.tool_calls] == [("add", {"a": 1})] * 2
+    outcome = bound.invoke("x")
+    assert [(call["name"], call["args"]) for call in outcome.tool_calls] == [("add", {"a": 1})] * 2
     pieces = list(bound.stream("x"))
     whole = pieces[0]
     for piece in pieces[1:]:
         whole += piece
     assert [(call["name"], call["args"]) for call in whole.tool_calls] == [("add", {"a": 1})] * 2
-    results = [add.invoke(call) for call in found.tool_calls]
+    results = [add.invoke(call) for call in outcome.tool_calls]
     assert all(isinstance(result, ToolMessage) and result.content == "2" for result in results)
     say(HELLO)
-    assert bound.invoke([HumanMessage("x"), found, *results]).text == HELLO
+    assert bound.invoke([HumanMessage("x"), outcome, *results]).text == HELLO
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_outputs(model: Any, method: str) -> None:
-    found = model.with_structured_output(Answer, method=method).invoke("x")
-    assert isinstance(found, Answer)
+    result = model.with_structured_output(Answer, method=method).invoke("x")
+    assert isinstance(result, Answer)
 
 
 def test_json_mode(options: dict[str, Any], say: Say) -> None:

@@ -31,9 +31,9 @@ def chat(asked: dict[str, Any]) -> dict[str, Any]:
 
 def test_chats(chat: dict[str, Any], say: Say) -> None:
     say(HELLO)
-    found = litellm.completion(**chat, seed=1, user="u")
-    assert found.choices[0].message.content == HELLO and found.choices[0].finish_reason == "stop"
-    assert found.usage.completion_tokens == len(HELLO) + 1 and found.model.endswith("tiny")
+    result = litellm.completion(**chat, seed=1, user="u")
+    assert result.choices[0].message.content == HELLO and result.choices[0].finish_reason == "stop"
+    assert result.usage.completion_tokens == len(HELLO) + 1 and result.model.endswith("tiny")
     pieces = list(litellm.completion(**chat, stream=True, stream_options={"include_usage": True}))
     assert litellm.stream_chunk_builder(pieces).choices[0].message.content == HELLO
     assert pieces[-1].usage.completion_tokens == len(HELLO) + 1
@@ -55,7 +55,7 @@ def test_many_at_once(chat: dict[str, Any], say: Say) -> None:
         return await asyncio.gather(*(litellm.acompletion(**chat) for _ in range(5)))
 
     say(HELLO)
-    assert {found.choices[0].message.content for found in asyncio.run(ask())} == {HELLO}
+    assert {result.choices[0].message.content for result in asyncio.run(ask())} == {HELLO}
 
 
 def test_tools(chat: dict[str, Any], say: Say) -> None:

@@ -58,13 +58,13 @@ def ours(artifact: Path, evaluate: Callable[..., Any]) -> dict[str, Any]:
     return evaluate("qcompile", model_args=arguments, batch_size=4, device="cuda:0")
 
 
-def assert_equal(found: dict[str, Any], want: dict[str, Any]) -> None:
+def assert_equal(result: dict[str, Any], want: dict[str, Any]) -> None:
     """Equal metrics; and for each document equal texts, and log likelihoods within rounding of float32 sums.
 
     A document of 3,000 tokens has a log likelihood of some -6,000 nats; rounding moves that by less than 0.01.
     """
     for name in NAMES:
-        pairs = zip(found["samples"][name], want["samples"][name], strict=True)
+        pairs = zip(result["samples"][name], want["samples"][name], strict=True)
         for mine, theirs in pairs:
             assert mine["doc"] == theirs["doc"]
             for one, other in zip(mine["filtered_resps"], theirs["filtered_resps"], strict=True):
@@ -74,7 +74,7 @@ def assert_equal(found: dict[str, Any], want: dict[str, Any]) -> None:
                     assert one == (other if isinstance(other, str) else pytest.approx(other, abs=1e-2))
         for metric, value in want["results"][name].items():
             if isinstance(value, float):
-                assert found["results"][name][metric] == pytest.approx(value, rel=1e-5), (name, metric)
+                assert result["results"][name][metric] == pytest.approx(value, rel=1e-5), (name, metric)
 
 
 def test_the_class_scores_as_transformers_do(ours: dict[str, Any], evaluate: Callable[..., Any]) -> None:

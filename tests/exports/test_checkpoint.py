@@ -107,8 +107,8 @@ def by_numbers(folder: Path, tensors: dict[str, Tensor]) -> Tensor:
     config = LlamaConfig.from_pretrained(folder)
     config.__dict__.pop("quantization_config", None)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    found = plain.load_state_dict(tensors, strict=False)
-    assert not found.unexpected_keys and set(found.missing_keys) <= {"lm_head.weight"}
+    result = plain.load_state_dict(tensors, strict=False)
+    assert not result.unexpected_keys and set(result.missing_keys) <= {"lm_head.weight"}
     with torch.no_grad():
         return plain(IDS).logits[0]
 
@@ -145,12 +145,12 @@ def test_a_checkpoint_holds_the_weights_of_the_artifact(
     written = checkpoint.write(artifact, out, format)
     assert (written.rounded, written.floats) == (14, 7)
     assert check.max_relative_error(by_transformers(out), logits(artifact)) < ALIKE
-    found, tensors = read_back(out), tensors_of(artifact)
+    result, tensors = read_back(out), tensors_of(artifact)
     for name in tensors.rows:
-        assert torch.equal(found[name], tensors.floats(name)), name
+        assert torch.equal(result[name], tensors.floats(name)), name
         for kind in tensors.formats(name):
             if recipe != "nvfp4":  # its scale of a tensor is that of joined projections
-                assert torch.equal(kind.quantize(found[name])[0], tensors.parts(name)["codes"]), name
+                assert torch.equal(kind.quantize(result[name])[0], tensors.parts(name)["codes"]), name
 
 
 def test_a_checkpoint_is_built_with_the_same_codes(built: Callable[..., Path], tmp_path: Path) -> None:
@@ -158,9 +158,9 @@ def test_a_checkpoint_is_built_with_the_same_codes(built: Callable[..., Path], t
     checkpoint.write(artifact, tmp_path / "out", "compressed-tensors")
     again = parts(built("w4a16", tmp_path / "out"))
     for name, (codes, scale, zero) in parts(artifact).items():
-        found = again[name]
-        assert torch.equal(found[0], codes) and torch.equal(found[2], zero), name
-        torch.testing.assert_close(found[1], scale, rtol=3e-7, atol=0)  # of products that float32 rounds
+        result = again[name]
+        assert torch.equal(result[0], codes) and torch.equal(result[2], zero), name
+        torch.testing.assert_close(result[1], scale, rtol=3e-7, atol=0)  # of products that float32 rounds
 
 
 def test_a_head_that_differs_is_no_longer_tied(built: Callable[..., Path], tmp_path: Path) -> None:

@@ -67,11 +67,11 @@ def test_a_file_is_read_back(source: ArtifactSource, file: Path) -> None:
     """By our reader of GGUF, which brings rows of heads into transformers' order again."""
     folder = find(file)
     stored = formats.open_checkpoint(folder)
-    found = {name: stored.load(name) for name in stored}
+    result = {name: stored.load(name) for name in stored}
     for name in source.tensors.rows:
         expected = source.tensors.floats(name)
-        assert float((found[name] - expected).abs().max()) <= CLOSE * float(expected.abs().max()), name
-    made = by_numbers(folder, found)
+        assert float((result[name] - expected).abs().max()) <= CLOSE * float(expected.abs().max()), name
+    made = by_numbers(folder, result)
     assert check.max_relative_error(made, logits(source.root)) < 2e-2  # the limit for other engines; it is 4e-3
     assert json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"] == 10000.0
 
@@ -83,10 +83,10 @@ def test_tokenizers_are_named_by_how_they_split(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(json.dumps(document | changes))
         return gguf_tokenizer.tokenizer_facts(tmp_path, 8200)
 
-    found = facts()
-    assert found["pre"] == "smaug-bpe" and len(found["tokens"]) == len(found["token_type"]) == 8200
-    assert found["tokens"][0] == "<|endoftext|>" and found["token_type"][0] == gguf_tokenizer.CONTROL
-    assert found["token_type"][8199] == gguf_tokenizer.UNUSED and " " in found["merges"][0]
+    result = facts()
+    assert result["pre"] == "smaug-bpe" and len(result["tokens"]) == len(result["token_type"]) == 8200
+    assert result["tokens"][0] == "<|endoftext|>" and result["token_type"][0] == gguf_tokenizer.CONTROL
+    assert result["token_type"][8199] == gguf_tokenizer.UNUSED and " " in result["merges"][0]
     assert facts(model=document["model"] | {"ignore_merges": True})["pre"] == "llama-bpe"
     assert facts(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "use_regex": True})["pre"] == "gpt-2"
     with pytest.raises(UnsupportedError, match="has token 8191, and the model 8000"):
@@ -104,9 +104,9 @@ def test_blocks_are_what_the_package_reads(kind: Any) -> None:
     w = torch.randn(7, 128, generator=torch.Generator().manual_seed(3))
     parts = kind.named(kind.quantize(w))
     block = getattr(gguf.GGMLQuantizationType, BLOCKS[kind].name)
-    found: Tensor = torch.from_numpy(gguf.dequantize(BLOCKS[kind].encode(parts).numpy(), block))
+    result: Tensor = torch.from_numpy(gguf.dequantize(BLOCKS[kind].encode(parts).numpy(), block))
     expected = kind.dequantize(list(parts.values()), 128)
-    assert float((found - expected).abs().max()) <= CLOSE * float(expected.abs().max())
+    assert float((result - expected).abs().max()) <= CLOSE * float(expected.abs().max())
 
 
 def test_scales_outside_float16_are_refused() -> None:

@@ -98,13 +98,13 @@ def test_types_of_buffers_and_choices_are_no_comparisons(text: str) -> None:
 
 def test_no_source_compares_names_of_formats() -> None:
     assert len(SOURCES) > 150
-    found = [
+    result = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in SOURCES
         if str(path.relative_to(ROOT)) not in CHOICES
         for line in (*comparisons(path.read_text(encoding="utf-8")), *tables(path.read_text(encoding="utf-8")))
     ]
-    assert not found
+    assert not result
 
 
 def test_no_template_compares_names_of_formats() -> None:
@@ -112,10 +112,10 @@ def test_no_template_compares_names_of_formats() -> None:
     names = "|".join(re.escape(name) for name in sorted(SPECIFIC, key=len, reverse=True))
     statement = re.compile(r"\{[%{](?:(?![%}]\}).)*[%}]\}", re.DOTALL)
     compared = re.compile(rf"""["']({names})["']|\b(format|packing)\b\s*(==|!=|in\b)""")
-    found = [
+    result = [
         f"{path.relative_to(ROOT)}: {code}"
         for path in TEMPLATES
         for code in statement.findall(path.read_text(encoding="utf-8"))
         if compared.search(code)
     ]
-    assert not found
+    assert not result

@@ -219,14 +219,14 @@ def test_experts_are_each_tokens_own_linears() -> None:
 def test_xielu_is_a_parabola_above_0_and_an_exponential_below() -> None:
     x = torch.tensor([2.0, 1e-3, 0.0, -0.01, -3.0, math.nan])
     below = [1.2 * (math.expm1(min(v, -0.1)) - v) + 0.5 * v for v in (0.0, -0.01, -3.0)]
-    found = ops.xielu(x, torch.tensor([0.8, 1.2, 0.5, -0.1]))
-    assert found[:5].tolist() == pytest.approx([0.8 * 4 + 1, 0.8e-6 + 0.5e-3, *below], rel=1e-6) and found[5].isnan()
+    result = ops.xielu(x, torch.tensor([0.8, 1.2, 0.5, -0.1]))
+    assert result[:5].tolist() == pytest.approx([0.8 * 4 + 1, 0.8e-6 + 0.5e-3, *below], rel=1e-6) and result[5].isnan()
 
 
 def test_features_are_gathered_by_their_place_and_zeros_by_none() -> None:
     a, b = rand(2, 3, 4), rand(2, 3, 2)
-    found = ops.gather_features([a, b], torch.tensor([5, -1, 0, 5]))
-    assert torch.equal(found, torch.stack((b[..., 1], torch.zeros(2, 3), a[..., 0], b[..., 1]), -1))
+    result = ops.gather_features([a, b], torch.tensor([5, -1, 0, 5]))
+    assert torch.equal(result, torch.stack((b[..., 1], torch.zeros(2, 3), a[..., 0], b[..., 1]), -1))
 
 
 def test_kv_attention_over_pages_is_attention() -> None:

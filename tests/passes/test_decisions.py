@@ -87,8 +87,8 @@ def test_a_decision_reaches_the_kernels() -> None:
     passes = configure(get_recipe("w4a8").settings(), {})[1:]
     step = run_passes(decoder(), (Decide(), *passes))[0][-1]
     calls = json.loads(lower(step, WeightTable()).to_json())["calls"]
-    found = [call["format"] for call in calls if call["kernel"] == "gemm"]
-    assert found.count("w8_sym_channel") == 2 < len(found)  # the decided one, and the head
+    result = [call["format"] for call in calls if call["kernel"] == "gemm"]
+    assert result.count("w8_sym_channel") == 2 < len(result)  # the decided one, and the head
 
 
 @pytest.mark.parametrize(

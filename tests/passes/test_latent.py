@@ -97,8 +97,8 @@ def test_shapes_without_gpu_kernels_stay(shape: dict[str, int], fits: bool) -> N
 
 def test_targets_set_the_kind_of_kernels() -> None:
     def latents(recipe: str, target: str) -> Latent:
-        (found,) = (p for p in Schedule(resolve(recipe), target).model_passes() if isinstance(p, Latent))
-        return found
+        (result,) = (p for p in Schedule(resolve(recipe), target).model_passes() if isinstance(p, Latent))
+        return result
 
     assert [latents("w4a8", target).kind for target in ("cpu-avx2", "h200")] == ["cpu", "cuda"]
     assert latents("quantspec", "cpu-avx2").enabled and not latents("quantspec", "h200").enabled
@@ -136,8 +136,8 @@ def test_a_step_reads_values_from_the_cached_keys(format: str) -> None:
     ids, positions = sequence_inputs()
     expected = next(graph for graph in graphs if graph.stage == "quantize").run(ids, positions, dtype=torch.float32)
     tolerance = {"kv32": 1e-5, "kv_hier": 0.02, "kv16": 0.02, "kv8": 0.02, "kv4": 0.3}[format]
-    found = step.run(*step_inputs(ids, None, step), dtype=torch.float32)[0].view_as(expected)
-    assert check.max_relative_error(found, expected) < tolerance  # by the bits of the cache
+    result = step.run(*step_inputs(ids, None, step), dtype=torch.float32)[0].view_as(expected)
+    assert check.max_relative_error(result, expected) < tolerance  # by the bits of the cache
 
 
 def test_four_bits_have_a_scale_for_each_part_of_a_latent() -> None:
@@ -210,12 +210,12 @@ def test_speculation_is_exact(recipe: str, format: str, tmp_path: Path) -> None:
     pipeline.build(graph, tmp_path / "out", recipe=recipe, options={"cache.format": format})
     texts = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 9, 40, 70)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    found: list[Any] = []
+    result: list[Any] = []
     for gamma in (0, 3):
         with qcompile.load(tmp_path / "out", threads=2, gamma=gamma) as llm:
             outputs = llm.generate(texts, params)
-            found.append([output.outputs[0].token_ids for output in outputs])
-    assert found[0] == found[1]
+            result.append([output.outputs[0].token_ids for output in outputs])
+    assert result[0] == result[1]
     rounds = [output.speculation for output in outputs]
     drafted, accepted = (sum(sum(getattr(each, name)) for each in rounds) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted

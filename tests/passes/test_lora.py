@@ -75,14 +75,14 @@ def test_factors_follow_their_weights(
     adapter = read_adapter(save(tmp_path / "tuned", tensors, r=3))
     adapted = Adapted.from_bytes(described(graph, 6).to_bytes())
     assert [site.name for site in adapted.sites] == [site.gemm.name for site in sites(graph)]
-    found = factors(adapted, adapter)
+    result = factors(adapted, adapter)
     changed = WeightStore(dict(graph.weights.entries))
     for module, change in adapter.low_rank.items():
         entry = changed.entries[f"{module}.weight"]
         value = entry.load() + change.product(1.0).float()
         changed.entries[f"{module}.weight"] = Weight(entry.shape, entry.dtype, value.clone)
-    assert len(found) == 8
-    for site, place in zip(found, sites(graph), strict=True):
+    assert len(result) == 8
+    for site, place in zip(result, sites(graph), strict=True):
         assert site is not None
         node, chosen = unrounded(place.gemm), {}  # what is chosen by the weights' values stays as it was
         before = graph.evaluate(node, chosen)

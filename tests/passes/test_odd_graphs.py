@@ -104,10 +104,10 @@ def two_attentions(turned: tuple[int, ...]) -> Graph:
     """Two attentions over one value, with both ropes first and in reverse order; `turned` lists the rotated ones."""
     one = Block()
     y = one.norm(one.x)
-    found = [one.qkv(y), one.qkv(y)]
+    result = [one.qkv(y), one.qkv(y)]
     for each in turned:
-        found[each][:2] = [one.turned(t) for t in found[each][:2]]
-    first, second = (one.attended(*each) for each in found)
+        result[each][:2] = [one.turned(t) for t in result[each][:2]]
+    first, second = (one.attended(*each) for each in result)
     return one.done(one.add(one.add(one.x, first), second))
 
 

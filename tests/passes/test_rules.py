@@ -62,15 +62,15 @@ def test_blocks_beside_each_other_are_of_one_layer() -> None:
 
 
 def test_roles_of_experts_leave_out_the_router() -> None:
-    found = places(mixture())
-    assert [found[name][1] for name in ("gate", "up", "down")] == ["expert_gate", "expert_up", "expert_down"]
-    assert "router" not in found and found["shared"] == (0, "other")
+    result = places(mixture())
+    assert [result[name][1] for name in ("gate", "up", "down")] == ["expert_gate", "expert_up", "expert_down"]
+    assert "router" not in result and result["shared"] == (0, "other")
 
 
 def test_recurrences_and_attention_are_layers() -> None:
-    found = places(recurrent(layers=1))
-    assert found["qkv0"] == found["decay0"] == (0, "state") and found["o0"] == (0, "output")
-    assert found["aq1"] == (1, "query") and found["o1"] == (1, "output")
+    result = places(recurrent(layers=1))
+    assert result["qkv0"] == result["decay0"] == (0, "state") and result["o0"] == (0, "output")
+    assert result["aq1"] == (1, "query") and result["o1"] == (1, "output")
 
 
 def test_sums_within_a_block_are_no_residual_stream() -> None:
@@ -93,8 +93,8 @@ def test_names_are_those_of_the_checkpoint() -> None:
 
 def test_roles_around_a_latent() -> None:
     graph = latent(heads=8)
-    found = places(graph)
-    assert found["qa"] == found["kva"] == (0, "attention_inner") and found["kr"] == (0, "key")
+    result = places(graph)
+    assert result["qa"] == result["kva"] == (0, "attention_inner") and result["kr"] == (0, "key")
     cached = places(apply(Latent(), graph).graph)
     assert cached["v"] == (0, "value") and cached["o"] == (0, "output") and cached["kva"] == (0, "key+value")
 
@@ -102,10 +102,10 @@ def test_roles_around_a_latent() -> None:
 def chosen(graph: Graph, *rules: Rule) -> dict[str, str]:
     """The weight formats of the linears of `graph` by name where they are not those of FOUR."""
     after, records = run_passes(graph, (Rules(rules), FOUR))
-    found = {"+".join(site.names): site.node.meta["precision"] for site in sites(after[-1])[0]}
+    result = {"+".join(site.names): site.node.meta["precision"] for site in sites(after[-1])[0]}
     assert records[0].fired == len([note for note in records[1].notes if "keeps" in note])
     usual = {"weight": "w4_asym_g128", "activation": "int8"}
-    return {name: formats["weight"] for name, formats in found.items() if formats != usual and name != "head"}
+    return {name: formats["weight"] for name, formats in result.items() if formats != usual and name != "head"}
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def chosen(graph: Graph, *rules: Rule) -> dict[str, str]:
     ],
 )
 def test_a_rule_selects_by_role_layer_and_name(table: dict[str, Any], expected: str) -> None:
-    found = chosen(decoder(layers=3), rule_of("mine", table | {"weight": EIGHT}))
-    assert found == dict.fromkeys(expected.split(), EIGHT)
+    result = chosen(decoder(layers=3), rule_of("mine", table | {"weight": EIGHT}))
+    assert result == dict.fromkeys(expected.split(), EIGHT)
 
 
 def test_rules_may_choose_parts_and_agree() -> None:

@@ -40,8 +40,8 @@ def compared(graph: Graph, ranks: int, inputs: Any = None) -> list[Any]:
     """The results of all ranks, after a check that their logits agree with those of `graph`."""
     inputs = inputs or sequence_inputs()
     results = divided(graph, ranks)
-    found = run_together([result.graph for result in results], inputs, torch.float64)
-    assert check.max_relative_error(found, graph.run(*inputs, dtype=torch.float64)) < EXACT
+    outcome = run_together([result.graph for result in results], inputs, torch.float64)
+    assert check.max_relative_error(outcome, graph.run(*inputs, dtype=torch.float64)) < EXACT
     return results
 
 
@@ -156,8 +156,8 @@ def test_experts_are_divided_by_features(limit: float | None) -> None:
     rounded = apply(Quantize(), joined).graph
     results = divided(rounded, 2)
     ids = sequence_inputs()
-    found = run_together([result.graph for result in results], ids, torch.float32)
-    assert check.max_relative_error(found, rounded.run(*ids, dtype=torch.float32)) < 1e-5  # sums in another order
+    outcome = run_together([result.graph for result in results], ids, torch.float32)
+    assert check.max_relative_error(outcome, rounded.run(*ids, dtype=torch.float32)) < 1e-5  # sums in another order
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
@@ -200,10 +200,10 @@ def test_ranks_of_a_quantized_graph(recipe: str) -> None:
     rotated = bool(graph.calls("hadamard"))  # a matrix over all features of a row keeps it whole
     assert [result.fired for result in results] == [2 if rotated else 4] * 2
     ids = sequence_inputs()
-    found = run_together([result.graph for result in results], ids, torch.float32)
+    outcome = run_together([result.graph for result in results], ids, torch.float32)
     kinds = {ops.operand(node, "kind") for node in graph.calls("quantize_activation")}
     tolerance = max(BY_ROW.get(kind, 1e-5) for kind in kinds)  # 1e-5: float32 sums in another order
-    assert check.max_relative_error(found, graph.run(*ids, dtype=torch.float32)) < tolerance
+    assert check.max_relative_error(outcome, graph.run(*ids, dtype=torch.float32)) < tolerance
 
 
 @pytest.mark.parametrize("format", STORED_FORMATS)
@@ -254,8 +254,8 @@ def with_head(graph: Graph, ranks: int) -> list[Any]:
     """The results of all ranks, which divide the head, too; their logits agree with those of `graph`."""
     inputs = sequence_inputs()
     results = divided(graph, ranks, head=True)
-    found = run_together([result.graph for result in results], inputs, torch.float64)
-    assert check.max_relative_error(found, graph.run(*inputs, dtype=torch.float64)) < EXACT
+    outcome = run_together([result.graph for result in results], inputs, torch.float64)
+    assert check.max_relative_error(outcome, graph.run(*inputs, dtype=torch.float64)) < EXACT
     return results
 
 

@@ -24,10 +24,10 @@ from tests.support.graphs import decoder, sequence_inputs
 def graphs(recipe: str, source: Graph, draft: Speculate | None = None) -> list[Graph]:
     """The graph after each pass of the recipe, or of its draft path `draft`."""
     passes = configure(recipes.get_recipe(recipe).settings(), {})
-    found = run_passes(source, passes[1:])[0]
+    result = run_passes(source, passes[1:])[0]
     if draft is None:
-        return found
-    quantized = next(graph for graph in found if graph.stage == "quantize")
+        return result
+    quantized = next(graph for graph in result if graph.stage == "quantize")
     return run_passes(quantized, (draft, *passes[PASSES.index(Speculate) + 1 :]))[0]
 
 
@@ -194,12 +194,12 @@ def test_options_of_a_draft_that_a_recipe_does_not_make_are_refused() -> None:
 
 def drafted(recipe: str, calibration: Calibration | None) -> tuple[list[Graph], list[PassRecord], Graph]:
     """The graphs and records of a recipe's draft, and the target's quantized graph, of a decoder with that text."""
-    source, found = decoder(hidden=64, ffn=96), recipes.get_recipe(recipe)
+    source, result = decoder(hidden=64, ffn=96), recipes.get_recipe(recipe)
     source.calibration = calibration
-    settings = found.settings()
+    settings = result.settings()
     target = run_passes(source, configure(settings, {})[1:])[0]
     quantized = [graph for graph in target if graph.stage == "quantize"][-1]
-    passes = configure(settings | found.drafts[0].settings(found.head), {})
+    passes = configure(settings | result.drafts[0].settings(result.head), {})
     return *run_passes(quantized, passes[PASSES.index(Speculate) :]), quantized
 
 

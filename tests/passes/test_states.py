@@ -65,8 +65,8 @@ def test_any_division_into_steps_gives_the_logits_of_the_whole_text(shape: str) 
     wanted = quantized(graph).run(ids, positions, dtype=torch.float64)
     stepped = cached(graph)
     for cuts in ([11], [1, 2, 3, 4, 11], [5, 6, 11]):
-        found = run_in_steps(stepped, ids, cuts)
-        assert check.max_relative_error(found, wanted) < EXACT, cuts
+        result = run_in_steps(stepped, ids, cuts)
+        assert check.max_relative_error(result, wanted) < EXACT, cuts
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -87,8 +87,8 @@ def test_positions_that_are_not_certain_can_be_computed_again(shape: str) -> Non
             *step_inputs(text[:, start:end], cache, stepped, start, states, certain), dtype=torch.float64
         )
         if text is ids:
-            found = new.view(2, end - start, -1)
-            assert check.max_relative_error(found, wanted[:, start:end]) < EXACT, (start, end)
+            result = new.view(2, end - start, -1)
+            assert check.max_relative_error(result, wanted[:, start:end]) < EXACT, (start, end)
 
 
 def test_a_sequence_at_position_0_ignores_its_slot() -> None:

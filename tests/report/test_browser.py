@@ -52,11 +52,11 @@ def looked_at(folder: Path, width: int, more: str = "") -> tuple[dict[str, Any],
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 @pytest.mark.parametrize("width", [360, 1280])
 def test_every_plot_is_drawn_at_any_width(width: int, tmp_path: Path) -> None:
-    found, messages = looked_at(tmp_path, width)
+    result, messages = looked_at(tmp_path, width)
     assert "CONSOLE" not in messages
-    assert found["needed"] <= found["width"] <= width  # less where a scroll bar takes its part
-    assert len(found["plots"]) == 5
-    for plot in found["plots"]:
+    assert result["needed"] <= result["width"] <= width  # less where a scroll bar takes its part
+    assert len(result["plots"]) == 5
+    for plot in result["plots"]:
         assert plot["marks"] >= 5 and plot["height"] > 100
         assert plot["width"] > 250 and plot["right"] <= width
 
@@ -64,5 +64,5 @@ def test_every_plot_is_drawn_at_any_width(width: int, tmp_path: Path) -> None:
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 def test_what_is_wrong_would_be_seen(tmp_path: Path) -> None:
     wide = '<div style="width: 700px">x</div><img src="missing.png"><script>missing()</script>'
-    found, messages = looked_at(tmp_path, 360, wide)
-    assert found["needed"] > 360 and "CONSOLE" in messages
+    result, messages = looked_at(tmp_path, 360, wide)
+    assert result["needed"] > 360 and "CONSOLE" in messages

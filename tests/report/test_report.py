@@ -224,8 +224,8 @@ def test_perplexity_is_that_of_the_graphs_and_their_whole_weights(head: str) -> 
     model = decoder(layers=1)
     model.calibration = Calibration(torch.randint(0, 50, (3, 12), generator=torch.Generator().manual_seed(0)))
     graphs = [model, *run_passes(model, passes)[0]]
-    found = perplexity.compare(graphs)
-    assert found is not None and found["tokens"] == 3 * 11 and found["before"] != found["after"]
+    result = perplexity.compare(graphs)
+    assert result is not None and result["tokens"] == 3 * 11 and result["before"] != result["after"]
     last = [graph for graph in graphs if graph.stage == "quantize"][-1]
     for name, graph in (("before", model), ("after", last)):
         positions = torch.arange(12)[None]
@@ -234,7 +234,7 @@ def test_perplexity_is_that_of_the_graphs_and_their_whole_weights(head: str) -> 
             for row in model.calibration.tokens
         ]
         # Of float32 sums in another order, and rounded to 4 digits.
-        assert found[name] == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
+        assert result[name] == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
     assert perplexity.compare([]) is None and json.loads(pipeline.plan(decoder(layers=1)).report)["perplexity"] is None
 
 

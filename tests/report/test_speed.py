@@ -29,11 +29,11 @@ def one_gemm(ranks: int) -> dict[str, Any]:
 
 
 def test_a_step_takes_its_launches_bytes_and_operations() -> None:
-    found = Divided(one_gemm(1), {"w": 1 << 30}, 10).step_ns(Machines(H100), StepShape(0.0))
+    result = Divided(one_gemm(1), {"w": 1 << 30}, 10).step_ns(Machines(H100), StepShape(0.0))
     moved = (1 << 30) + 1024 + 4 * 512
     expected = 1e3 * (10 * speed.LAUNCH_US + 1e6 * moved / (3350e9 * speed.MEMORY))
     expected += 1e9 * 2 * 512 * 1024 / (1979e12 * speed.MATRIX["int8"])
-    assert found == {"all": pytest.approx(expected, abs=1), "sums": 0}
+    assert result == {"all": pytest.approx(expected, abs=1), "sums": 0}
 
 
 def test_few_rows_compute_as_many_as_a_tile_has() -> None:
@@ -114,11 +114,11 @@ def test_what_cannot_be_predicted_is_refused(
 
 
 def test_several_processes_on_cpus_are_examined_without_prediction(capsys: Capture, tmp_path: Path) -> None:
-    found = json_of(capsys, "doctor", checkpoint(tmp_path), "--recipe", "w8a8", "--tensor-parallel-size", 2)
-    assert "all_reduce" in found["plan"]["kernels"] and found["prediction"] == {}
+    result = json_of(capsys, "doctor", checkpoint(tmp_path), "--recipe", "w8a8", "--tensor-parallel-size", 2)
+    assert "all_reduce" in result["plan"]["kernels"] and result["prediction"] == {}
     one = json_of(capsys, "doctor", tmp_path, "--recipe", "w8a8")["plan"]
-    assert (one["processes"], found["plan"]["processes"]) == (1, 2)
-    assert one["cache_bytes"] == found["plan"]["cache_bytes"]  # each process has the half of it
+    assert (one["processes"], result["plan"]["processes"]) == (1, 2)
+    assert one["cache_bytes"] == result["plan"]["cache_bytes"]  # each process has the half of it
 
 
 def test_machines_must_be_even() -> None:

@@ -44,10 +44,10 @@ def using(llm: LLM, use: Callable[[AsyncLLM], Awaitable[Any]], **options: Any) -
         async with AsyncLLM(llm, **options) as model:
             return await use(model)
 
-    found = asyncio.run(asyncio.wait_for(run(), 60))
+    result = asyncio.run(asyncio.wait_for(run(), 60))
     llm.engine.check()
     assert not llm.engine.busy and llm.engine.pool.free == llm.engine.pool.total
-    return found
+    return result
 
 
 def test_outputs_are_those_of_generate(llm: LLM) -> None:
@@ -61,8 +61,8 @@ def test_outputs_are_those_of_generate(llm: LLM) -> None:
     wanted = llm.generate(PROMPTS, **GREEDY)
     steps = llm.executor.library.steps  # type: ignore[attr-defined]
     with slow_steps(llm):
-        found = using(llm, together)
-    for output, want in zip(found, [wanted[0], *wanted], strict=True):
+        result = using(llm, together)
+    for output, want in zip(result, [wanted[0], *wanted], strict=True):
         assert output.outputs == want.outputs or output.outputs[0].token_ids == want.outputs[0].token_ids
         assert (output.prompt, output.prompt_token_ids) == (want.prompt, want.prompt_token_ids) and output.finished
     assert len(steps) < 40  # and not 12 for each prompt
@@ -187,9 +187,9 @@ def test_a_full_queue(llm: LLM) -> None:
         return await asyncio.gather(*asked, return_exceptions=True)
 
     with slow_steps(llm):
-        refused = [found for found in using(llm, many, max_waiting=1) if isinstance(found, BusyError)]
+        refused = [result for result in using(llm, many, max_waiting=1) if isinstance(result, BusyError)]
     assert len(refused) == 12 - llm.engine.scheduler.max_batch - 1
-    assert all(found.finished for found in using(llm, many))
+    assert all(result.finished for result in using(llm, many))
 
 
 def test_a_model_that_is_given_stays_open(llm: LLM) -> None:
@@ -224,11 +224,11 @@ def test_an_artifact_is_loaded_and_closed(tiny_artifact: Callable[[str], Path]) 
             return await asyncio.gather(*asked)
 
     opened: list[LLM] = []
-    found, embeddings = asyncio.run(use())
+    result, embeddings = asyncio.run(use())
     with pytest.raises(UsageError, match="closed"):
         opened[0].generate("x")
     with contextlib.closing(qcompile.load(path, threads=1)) as alone:
-        assert alone.generate("import ", temperature=0, max_tokens=8)[0].outputs == found.outputs
+        assert alone.generate("import ", temperature=0, max_tokens=8)[0].outputs == result.outputs
         np.testing.assert_array_equal(alone.embed(["x", [5, 6]], pooling="mean"), embeddings)
 
 

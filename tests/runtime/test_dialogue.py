@@ -57,10 +57,10 @@ def test_calls_and_results_reach_the_template() -> None:
 
 def test_calls_that_are_printed_by_number_are_numbered() -> None:
     said = {"role": "assistant", "tool_calls": [call("f", "c")]}
-    found = rendered(MESSAGES + "{# <|tool_call_argument_begin|> #}", [*HISTORY, said])
-    ids = [each["id"] for message in found for each in message.get("tool_calls", ())]
+    result = rendered(MESSAGES + "{# <|tool_call_argument_begin|> #}", [*HISTORY, said])
+    ids = [each["id"] for message in result for each in message.get("tool_calls", ())]
     assert ids == ["functions.f:0", "functions.g:1", "functions.f:2"]
-    assert [message["tool_call_id"] for message in found[2:4]] == ids[1::-1] and HISTORY[2]["tool_call_id"] == "b"
+    assert [message["tool_call_id"] for message in result[2:4]] == ids[1::-1] and HISTORY[2]["tool_call_id"] == "b"
 
 
 def test_a_template_that_tests_for_no_content_gets_none() -> None:
@@ -149,8 +149,8 @@ def test_reasoning_that_the_prompt_begins_is_known_from_the_prompt() -> None:
 
 
 def test_channels_are_read_without_tools_too() -> None:
-    found = form("<|channel|><|message|>").turn(Dialogue([])).parser().whole("<|channel|>final<|message|>yes")
-    assert found == ParsedReply("yes")
+    result = form("<|channel|><|message|>").turn(Dialogue([])).parser().whole("<|channel|>final<|message|>yes")
+    assert result == ParsedReply("yes")
 
 
 def forced(choice: Any, **options: Any) -> Any:
@@ -167,8 +167,8 @@ def test_forced_calls_have_a_schema_and_no_reasoning() -> None:
     assert one.named and one.schema["maxItems"] == 1 == len(one.schema["items"]["anyOf"])
     reply = turn.parser().whole('[{"name":"noop","parameters":{"a":1}},{"name":"search","parameters":{}}]')
     assert [(call.name, call.arguments) for call in reply.calls] == [("noop", '{"a":1}'), ("search", "{}")]
-    found = turn.params(SamplingParams()).structure
-    assert found is not None and found.disable_any_whitespace  # a model may write spaces without end
+    result = turn.params(SamplingParams()).structure
+    assert result is not None and result.disable_any_whitespace  # a model may write spaces without end
     with pytest.raises(UsageError, match="structured outputs exclude calls"):
         forced("required", structured=True)
 
@@ -205,9 +205,9 @@ def test_structured_output_stands_behind_reasoning_that_is_asked_for() -> None:
 
 def test_references_within_parameters_stay_right() -> None:
     schema = {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"items": [{"$ref": "#"}], "$ref": 5}}}
-    [found] = calls_schema([{"function": {"name": "f", "parameters": schema}}], None, True)["$defs"].values()
-    assert found["properties"]["a"] == {"$ref": "#/$defs/tool0/$defs/A"}
-    assert found["$defs"]["A"] == {"items": [{"$ref": "#/$defs/tool0"}], "$ref": 5}
+    [result] = calls_schema([{"function": {"name": "f", "parameters": schema}}], None, True)["$defs"].values()
+    assert result["properties"]["a"] == {"$ref": "#/$defs/tool0/$defs/A"}
+    assert result["$defs"]["A"] == {"items": [{"$ref": "#/$defs/tool0"}], "$ref": 5}
 
 
 @pytest.mark.parametrize(

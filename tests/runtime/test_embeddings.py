@@ -39,9 +39,9 @@ def wanted(tiny_checkpoint: Path, llm: LLM) -> list[np.ndarray]:
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_are_transformers(llm: LLM, wanted: list[np.ndarray], pooling: Any) -> None:
     pooled = np.stack([rows[-1] if pooling == "last" else rows.mean(0) for rows in wanted])
-    found = llm.embed(TEXTS, pooling=pooling, normalize=False)
-    assert found.dtype == np.float32 and found.shape == pooled.shape
-    np.testing.assert_allclose(found, pooled, atol=2e-5)  # float32 in another order
+    result = llm.embed(TEXTS, pooling=pooling, normalize=False)
+    assert result.dtype == np.float32 and result.shape == pooled.shape
+    np.testing.assert_allclose(result, pooled, atol=2e-5)  # float32 in another order
     units = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
     np.testing.assert_allclose(llm.embed(TEXTS, pooling=pooling), units, atol=2e-5)
     cut = pooled[:, :5] / np.linalg.norm(pooled[:, :5], axis=1, keepdims=True)
@@ -50,14 +50,14 @@ def test_embeddings_are_transformers(llm: LLM, wanted: list[np.ndarray], pooling
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_bits_depend_on_the_text_alone(llm: LLM, tiny_artifact: Build, pooling: Any) -> None:
-    found = llm.embed(TEXTS, pooling=pooling)
-    for text, row in zip(TEXTS, found, strict=True):
+    result = llm.embed(TEXTS, pooling=pooling)
+    for text, row in zip(TEXTS, result, strict=True):
         np.testing.assert_array_equal(llm.embed(text, pooling=pooling)[0], row)
         np.testing.assert_array_equal(llm.embed(llm.encode(text), pooling=pooling)[0], row)
     many = llm.embed([*reversed(TEXTS)] * 3, pooling=pooling)
-    np.testing.assert_array_equal(many, found[[2, 1, 0] * 3])
+    np.testing.assert_array_equal(many, result[[2, 1, 0] * 3])
     with qcompile.load(tiny_artifact("f32"), threads=1, max_batch=2, max_num_batched_tokens=16) as narrow:
-        np.testing.assert_array_equal(narrow.embed(TEXTS, pooling=pooling), found)
+        np.testing.assert_array_equal(narrow.embed(TEXTS, pooling=pooling), result)
         narrow.engine.check()
     llm.engine.check()
 

@@ -124,8 +124,8 @@ def test_an_artifact_whose_tokenizer_names_another_end(tiny_artifact: Callable[[
     (root / layout.MANIFEST).write_bytes(layout.canonical_json(manifest))
     with qcompile.load(root, threads=1, max_batch=1) as llm:
         assert manifest["model"]["eos_token_ids"] == [0] and len(llm.engine.postprocessor.eos) == 2
-        found = llm.generate("def main(", temperature=0, max_tokens=20)[0].outputs[0]
-        assert found.token_ids == free.token_ids[: at + 1] and found.finish_reason == "stop"
+        result = llm.generate("def main(", temperature=0, max_tokens=20)[0].outputs[0]
+        assert result.token_ids == free.token_ids[: at + 1] and result.finish_reason == "stop"
         assert llm.generate("def main(", temperature=0, max_tokens=20, ignore_eos=True)[0].outputs[0] == free
 
 

@@ -73,13 +73,13 @@ def test_multi_step_decodes_give_what_steps_give(recipe: str, tiny_artifact: Bui
 def test_the_size_of_steps_changes_no_token(tiny_artifact: Build) -> None:
     """It is what the caller says, from a row for each request on."""
     prompts = [[3 + i % 90 for i in range(length)] for length in (180, 2, 61)]
-    found = []
+    result = []
     for rows in (None, 4, 100):
         with qcompile.load(tiny_artifact("w4a8"), threads=1, max_batch=4, max_num_batched_tokens=rows) as llm:
             assert llm.executor.limits.max_tokens == llm.executor.limits.max_outputs == (rows or 512)
             outputs = llm.generate(prompts, temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
-            found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
-    assert found[1] == found[2] == found[0]
+            result.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert result[1] == result[2] == result[0]
     for wrong, why in ((3, r"max_batch \(4\) and 512, not 3"), (513, "and 512, not 513"), (6.5, "a whole number")):
         with pytest.raises(UsageError, match=f"max_num_batched_tokens must be .*{why}"):
             qcompile.load(tiny_artifact("w4a8"), max_batch=4, max_num_batched_tokens=wrong)  # type: ignore[arg-type]

@@ -360,10 +360,10 @@ def test_a_tokenizer_is_one_of_the_artifacts_files(tmp_path: Path, stub: Path, m
 
 def test_a_manifest_is_read_once(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else sizes could be of one artifact, and weights of another that took its place."""
-    root, found = write(tmp_path / "out", stub), []
-    monkeypatch.setattr(reader, "parse_manifest", lambda *given: found.append(parsed(*given)) or found[-1])
+    root, result = write(tmp_path / "out", stub), []
+    monkeypatch.setattr(reader, "parse_manifest", lambda *given: result.append(parsed(*given)) or result[-1])
     with load(root, threads=1):
-        assert len(found) == 1
+        assert len(result) == 1
 
 
 def test_memory_that_is_not_there(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,8 +84,8 @@ def test_rows_without_adapter_are_those_of_the_plain_artifact(llm: LLM, odd: Pat
 def outputs(llm: LLM, prompts: list[list[int]], names: list[str | None], **more: Any) -> list[Any]:
     """Tokens and log probabilities, of requests that run together."""
     params = [SamplingParams(**GREEDY, logprobs=2, lora=name, **more) for name in names]
-    found = [output.outputs[0] for output in llm.generate(prompts, params)]
-    return [(one.token_ids, one.cumulative_logprob) for one in found]
+    result = [output.outputs[0] for output in llm.generate(prompts, params)]
+    return [(one.token_ids, one.cumulative_logprob) for one in result]
 
 
 PROMPTS = [[0, 17, 40, 202], [5, 6], [0, 17, 40, 202], list(range(70)), [5, 6], [1]]
@@ -116,10 +116,10 @@ def test_speculation_is_exact(odd: Path, artifact: Path, llm: LLM) -> None:
     prompts = [[7, 8, 9] * 5, [7, 8, 9] * 5, [3, 4] * 6]
     names: list[str | None] = ["all", None, "some"]
     with qcompile.load(artifact, gamma=4, lora={"all": odd / "all", "some": odd / "some"}) as drafting:
-        found = drafting.generate(prompts, [SamplingParams(**GREEDY, lora=name) for name in names])
-    assert any(output.speculation and sum(output.speculation.drafted) for output in found)
+        result = drafting.generate(prompts, [SamplingParams(**GREEDY, lora=name) for name in names])
+    assert any(output.speculation and sum(output.speculation.drafted) for output in result)
     want = [tokens for tokens, _ in outputs(llm, prompts, names)]
-    assert [output.outputs[0].token_ids for output in found] == want
+    assert [output.outputs[0].token_ids for output in result] == want
 
 
 @pytest.mark.parametrize(("recipe", "target"), first((("nested", "cpu"),), [("nested", "cpu"), ("bf16", "cpu-avx2")]))

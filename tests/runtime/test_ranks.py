@@ -77,7 +77,7 @@ def test_texts_depend_neither_on_neighbours_nor_on_the_run(artifact: Path) -> No
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
         SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True, presence_penalty=0.5),
     ]
-    found: list[Any] = []
+    result: list[Any] = []
     for _ in range(2):
         with qcompile.load(artifact, threads=2, tensor_parallel_size=2) as llm:
             executor: Any = llm.executor
@@ -85,9 +85,9 @@ def test_texts_depend_neither_on_neighbours_nor_on_the_run(artifact: Path) -> No
             for each in params:
                 together = [output.outputs[0].token_ids for output in llm.generate(prompts, each)]
                 assert together == [llm.generate([prompt], each)[0].outputs[0].token_ids for prompt in prompts]
-                found.append(together)
+                result.append(together)
         assert len(pids) == 1 and all(map(gone, pids))
-    assert found[:2] == found[2:] and found[0] != found[1]
+    assert result[:2] == result[2:] and result[0] != result[1]
 
 
 def test_the_end_of_a_rank_ends_all_requests_and_names_it(artifact: Path) -> None:

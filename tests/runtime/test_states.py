@@ -152,9 +152,9 @@ def test_logits_of_linears_of_slices_are_those_of_transformers(tmp_path: Path) -
 def test_logits_are_those_of_the_module_whatever_the_steps(artifact: Callable[..., Path], attends: bool) -> None:
     with qcompile.load(artifact("f32", attends), threads=2) as llm, torch.no_grad():
         for tokens in (1, 9, 48, 200):
-            found, wanted = llm.logits(text(tokens)), model_of(attends)(text(tokens))
-            assert check.max_relative_error(found, wanted) < 1e-4  # float32 in another order, fed back for 200 tokens
-            assert all(torch.equal(llm.logits(text(tokens), chunk=chunk), found) for chunk in (1, 7))
+            result, wanted = llm.logits(text(tokens)), model_of(attends)(text(tokens))
+            assert check.max_relative_error(result, wanted) < 1e-4  # float32 in another order, fed back for 200 tokens
+            assert all(torch.equal(llm.logits(text(tokens), chunk=chunk), result) for chunk in (1, 7))
 
 
 RECIPES = {

@@ -107,11 +107,11 @@ def test_held_text_against_a_search_in_the_whole() -> None:
     for _ in range(3000):
         stops = ["".join(rng.choices("ab#", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 2))]
         letters = rng.choices("ab#", k=12)  # '#' is a special token
-        held, out, found = HeldText(), "", None
+        held, out, result = HeldText(), "", None
         for letter in letters:
             held = held.marked("#") if letter == "#" else held + letter
-            if found := held.first_stop(stops):
-                out += held.shown(found[0])
+            if result := held.first_stop(stops):
+                out += held.shown(result[0])
                 break
             keep = held.possible_stop(stops)
             out, held = out + held.shown(keep), held.rest(keep)
@@ -126,7 +126,7 @@ def test_held_text_against_a_search_in_the_whole() -> None:
         first = min(ends, default=None)
         start = 12 if first is None else min(begin for end, begin in ends if end == first[0])
         assert out == "".join(letters[:start]).replace("#", ""), (stops, letters)
-        assert (found is None) == (first is None)
+        assert (result is None) == (first is None)
 
 
 @pytest.mark.parametrize(

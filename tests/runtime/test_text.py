@@ -142,15 +142,15 @@ def test_a_text_is_the_same_in_whatever_pieces_its_tokens_come(tokenizer: Tokeni
     size = tokenizer.get_vocab_size()
     for _ in range(300):
         prompt, tokens = ([draw.randrange(size) for _ in range(draw.randrange(most))] for most in (9, 50))
-        found = set()
+        result = set()
         for most in (1, 7, 50):
             detokenizer, text, at = Detokenizer(tokenizer, prompt), "", 0
             while at < len(tokens):
                 count = draw.randint(1, most)
                 text += detokenizer.push(tokens[at : at + count])
                 at += count
-            found.add(text + detokenizer.push([], last=True))
-        assert len(found) == 1, (prompt, tokens, found)
+            result.add(text + detokenizer.push([], last=True))
+        assert len(result) == 1, (prompt, tokens, result)
     newline, cut = tokenizer.token_to_id("<0x0A>"), tokenizer.token_to_id("<0xF0>")
     if newline:
         detokenizer = Detokenizer(tokenizer, [newline])
@@ -233,8 +233,8 @@ def test_special_tokens_have_text_where_they_are_asked_for(
     scripted(llm, "a<eos>é<eos>", monkeypatch)
     fix_calls(llm.engine, steps)
     for options, text in (({"max_tokens": 5}, "a<eos>é<eos>"), ({"max_tokens": 5, "stop": "<eos>"}, "a")):
-        found = list(llm.stream("?", temperature=0, ignore_eos=True, skip_special_tokens=False, **options))
-        assert found[-1].outputs[0].text == text == "".join(out.outputs[0].new_text for out in found)
+        result = list(llm.stream("?", temperature=0, ignore_eos=True, skip_special_tokens=False, **options))
+        assert result[-1].outputs[0].text == text == "".join(out.outputs[0].new_text for out in result)
     for options in ({}, {"stop": "<eos>"}, {"stop": "z"}):
         output = llm.generate("?", temperature=0, skip_special_tokens=False, **options)[0].outputs[0]
         assert output.text == "a" and output.token_ids[-1] == 0 and output.stop_reason is None
@@ -309,11 +309,11 @@ def test_logprobs(llm: LLM) -> None:
     output = llm.generate("a", temperature=0, max_tokens=6, logprobs=3)[0].outputs[0]
     assert output.logprobs is not None and output.cumulative_logprob is not None
     assert len(output.logprobs) == len(output.token_ids)
-    for token, found in zip(output.token_ids, output.logprobs, strict=True):
-        assert len(found) == 3 and found[token].rank == 1
-        assert sorted(entry.rank for entry in found.values()) == [1, 2, 3]
-        assert isinstance(found[token].decoded_token, str)
-    total = sum(found[token].logprob for token, found in zip(output.token_ids, output.logprobs, strict=True))
+    for token, result in zip(output.token_ids, output.logprobs, strict=True):
+        assert len(result) == 3 and result[token].rank == 1
+        assert sorted(entry.rank for entry in result.values()) == [1, 2, 3]
+        assert isinstance(result[token].decoded_token, str)
+    total = sum(result[token].logprob for token, result in zip(output.token_ids, output.logprobs, strict=True))
     assert output.cumulative_logprob == pytest.approx(total)
     plain = llm.generate("a", temperature=0, max_tokens=6)[0].outputs[0]
     assert plain.token_ids == output.token_ids and plain.logprobs is None
@@ -494,11 +494,11 @@ def test_encoding_a_long_text_lets_other_threads_run() -> None:
 def test_threads_share_a_model(llm: LLM) -> None:
     prompts = [[first, 2, 3] for first in range(1, 7)]
     alone = [reference_greedy(prompt, 40) for prompt in prompts]
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
 
     def ask(number: int) -> None:
         for _ in range(3):
-            found[number] = llm.generate([prompts[number]], max_tokens=40, temperature=0)[0].outputs[0].token_ids
+            result[number] = llm.generate([prompts[number]], max_tokens=40, temperature=0)[0].outputs[0].token_ids
 
     threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(len(prompts))]
     interval = sys.getswitchinterval()
@@ -511,5 +511,5 @@ def test_threads_share_a_model(llm: LLM) -> None:
     finally:
         sys.setswitchinterval(interval)
     assert not any(thread.is_alive() for thread in threads)
-    assert [found.get(number) for number in range(len(prompts))] == alone
+    assert [result.get(number) for number in range(len(prompts))] == alone
     assert llm.engine.pool.used == 0 and not llm.engine.busy

@@ -15,8 +15,8 @@ TEXT = "x = 你好 🙂\n\x00\x7f\xad é"
 def test_bytes_of_a_byte_level_tokenizer_join_to_the_text() -> None:
     tokenizer = byte_tokenizer()
     tokens = tokenizer.encode(TEXT).ids
-    found = [token_bytes(tokenizer, token) for token in tokens]
-    assert b"".join(each for each in found if each is not None) == TEXT.encode() and len(found) == len(TEXT.encode())
+    result = [token_bytes(tokenizer, token) for token in tokens]
+    assert b"".join(each for each in result if each is not None) == TEXT.encode() and len(result) == len(TEXT.encode())
     every = sorted(token_bytes(tokenizer, token) or b"" for token in range(1, 257))
     assert every == [bytes([byte]) for byte in range(256)]
     assert token_bytes(tokenizer, 0) == b"<eos>"

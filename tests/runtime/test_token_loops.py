@@ -60,10 +60,10 @@ def test_a_loop_over_tokens_runs(name: str, tmp_path: Path) -> None:
         for batch, tokens in ((1, 9), (2, 57)):
             ids = torch.randint(3, modules.VOCAB, (batch, tokens), generator=torch.Generator().manual_seed(0))
             wanted = module(ids, use_cache=False).logits if name == "griffin" else module(ids)
-            found = llm.logits(ids)
+            outcome = llm.logits(ids)
             # float32 sums of about 100 numbers of size 1 in another order
-            torch.testing.assert_close(found, wanted, atol=2e-4, rtol=0)
-            assert all(torch.equal(llm.logits(ids, chunk=chunk), found) for chunk in (1, 7))
+            torch.testing.assert_close(outcome, wanted, atol=2e-4, rtol=0)
+            assert all(torch.equal(llm.logits(ids, chunk=chunk), outcome) for chunk in (1, 7))
         plain = [list(result.outputs[0].token_ids) for result in llm.generate(prompts, GREEDY)]
     with qcompile.load(tmp_path / "out", threads=1, gamma=5) as llm:
         results = llm.generate(prompts, GREEDY)

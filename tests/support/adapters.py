@@ -44,13 +44,15 @@ def product(tensors: Mapping[str, Tensor], module: str) -> Tensor:
 def linears(model: Any, names: str = "") -> dict[str, tuple[int, int]]:
     """Paths and shapes [N, K] of a transformers model's linears but the head, with names that end in one of `names`
     (by default all)."""
-    found = {
+    result = {
         path: tuple(module.weight.shape)
         for path, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
     }
     wanted = tuple(names.split())
-    return {path: shape for path, shape in found.items() if path != "lm_head" and (not wanted or path.endswith(wanted))}
+    return {
+        path: shape for path, shape in result.items() if path != "lm_head" and (not wanted or path.endswith(wanted))
+    }
 
 
 def adapter_of(model: Any, names: str = "", rank: int = 4, seed: int = 1) -> dict[str, Tensor]:

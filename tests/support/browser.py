@@ -65,7 +65,7 @@ def findings(page: Page) -> list[str]:
     from axe_playwright_python.sync_playwright import Axe
 
     grave = ("serious", "critical")
-    found = Axe().run(page).response["violations"]
+    result = Axe().run(page).response["violations"]
     return [
-        f"{one['id']} ({one['impact']}): {one['nodes'][0]['html'][:200]}" for one in found if one["impact"] in grave
+        f"{one['id']} ({one['impact']}): {one['nodes'][0]['html'][:200]}" for one in result if one["impact"] in grave
     ]

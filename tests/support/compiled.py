@@ -51,10 +51,10 @@ class Facts:
     @property
     def order(self) -> list[int | None]:
         """For each instruction of the tensor cores None, for each wait for them how many may still be in flight."""
-        found: list[int | None] = []
+        result: list[int | None] = []
         for part in self.waits.split():
-            found += [None] * int(part[:-1]) if part.endswith("m") else [int(part)]
-        return found
+            result += [None] * int(part[:-1]) if part.endswith("m") else [int(part)]
+        return result
 
 
 def facts_of(kernel: Kernel, capability: int) -> dict[str, Any]:
@@ -104,11 +104,11 @@ def _laid_out(kernel: Kernel, capability: int) -> str:
     def make_llir(self: Any, module: Any, *rest: Any) -> None:
         raise LaidOut(str(module))
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(LaidOut) as found:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(LaidOut) as result:
         patch.setattr(CUDABackend, "make_llir", make_llir)
         patch.setattr(passes.ttgpuir, "add_coalesce_async_copy", lambda manager: None)
         gpu_compile.build(kernel, capability)
-    return str(found.value)
+    return str(result.value)
 
 
 class Record:
@@ -123,8 +123,8 @@ class Record:
         self.asked: dict[str, Any] = {}
 
     def __call__(self, kernel: Kernel, capability: int) -> Facts:
-        found = self.find(facts_of, kernel, capability)
-        return Facts(**{**found, "matrix": tuple(found["matrix"])})
+        result = self.find(facts_of, kernel, capability)
+        return Facts(**{**result, "matrix": tuple(result["matrix"])})
 
     def find(self, find: Callable[[Kernel, int], Any], kernel: Kernel, capability: int) -> Any:
         """What a function of this module finds of a kernel: it is only called if that is not recorded."""

@@ -227,7 +227,7 @@ class Late:
     rows: list[Rows]
     steps: int
     sampling: list[SamplingInputs]
-    found: list[int] | None = None
+    result: list[int] | None = None
 
 
 class LateExecutor(Executor):
@@ -253,9 +253,9 @@ class LateExecutor(Executor):
         self.most_late = max(self.most_late, len(self._late))
 
         def wait() -> list[int]:
-            while late.found is None:
+            while late.result is None:
                 self._run_first()
-            return late.found
+            return late.result
 
         return wait
 
@@ -266,7 +266,7 @@ class LateExecutor(Executor):
 
     def _run_first(self) -> None:
         (late, *others), self._late = self._late, []
-        late.found = super().start(late.rows, late.steps, late.sampling)()
+        late.result = super().start(late.rows, late.steps, late.sampling)()
         self._late = others
 
     def step(self, *given: Any, **more: Any) -> tuple[list[int], FloatArray | None]:

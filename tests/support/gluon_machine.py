@@ -176,12 +176,12 @@ def inline_asm_elementwise(
     for arg in args:
         registers += _registers(np.broadcast_to(arg.values, shape), arg.type, pack)
     counts = [max(1, SIZES[t] * pack // 4) for t in types]
-    found = ptx.run(asm, sum(counts), *registers)
+    result = ptx.run(asm, sum(counts), *registers)
     results = []
     for count, type in zip(counts, types, strict=True):
-        raw = np.stack(found[:count], -1).astype(np.uint32).view(_raw(type))
+        raw = np.stack(result[:count], -1).astype(np.uint32).view(_raw(type))
         results.append(Tensor(read(raw[:, :pack].reshape(shape), type), type))
-        found = found[count:]
+        result = result[count:]
     return tuple(results) if isinstance(dtype, tuple) else results[0]
 
 
@@ -283,8 +283,8 @@ def _hopper(program: list[Program]) -> dict[str, Any]:
         for product in done:
             product.compute()
         del products[: len(done)]
-        found = tuple(p.compute() if isinstance(p, Pending) and p not in products else p for p in deps)
-        return found if len(found) > 1 else found[0]
+        result = tuple(p.compute() if isinstance(p, Pending) and p not in products else p for p in deps)
+        return result if len(result) > 1 else result[0]
 
     return {
         "warpgroup_mma": warpgroup_mma,

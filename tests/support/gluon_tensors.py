@@ -98,8 +98,8 @@ class Tensor:
         with np.errstate(all="ignore"):
             values = operation(right, self.values) if turned else operation(self.values, right)
         exact = self.type if isinstance(other, Tensor) and other.type == self.type else ""
-        found = type_of(np.asarray(values))
-        return Tensor(values, exact if exact == "bfloat16" else found)
+        result = type_of(np.asarray(values))
+        return Tensor(values, exact if exact == "bfloat16" else result)
 
     def __neg__(self) -> Tensor:
         return Tensor(-self.values, self.type)
@@ -178,8 +178,8 @@ class Pointer:
     def load(self, mask: Tensor | None = None, other: Any = 0) -> Tensor:
         items, live = self.places(mask)
         view = self._view()
-        found = read((view if len(view) else np.zeros(1, view.dtype))[items], self.type)
-        return Tensor(np.where(live, found, other).astype(NUMPY[self.type]), self.type)
+        result = read((view if len(view) else np.zeros(1, view.dtype))[items], self.type)
+        return Tensor(np.where(live, result, other).astype(NUMPY[self.type]), self.type)
 
     def store(self, values: Any, mask: Tensor | None = None) -> None:
         items, live = self.places(mask)
@@ -231,9 +231,9 @@ class Shared:
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         cut = [slice(None)] * dim + [slice(start, start + length)]
-        found = self.values[tuple(cut)]
-        assert found.shape[dim] == length
-        return Shared(found, self.type)
+        result = self.values[tuple(cut)]
+        assert result.shape[dim] == length
+        return Shared(result, self.type)
 
     def permute(self, axes: tuple[int, ...]) -> Shared:
         return Shared(self.values.transpose(axes), self.type)

@@ -77,9 +77,9 @@ class Interpreter:
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Only the keys and values of a step, which in a program of one layer need nothing of what follows them."""
         self.counts = self._fill(chunks, [])
-        found = [(launch.variants[0].kernel.split("_")[0], launch) for launch in self.plan.launches]
-        last = max(i for i, (kind, _) in enumerate(found) if kind in ("append", "round"))
-        for at, (kind, launch) in enumerate(found):
+        result = [(launch.variants[0].kernel.split("_")[0], launch) for launch in self.plan.launches]
+        last = max(i for i, (kind, _) in enumerate(result) if kind in ("append", "round"))
+        for at, (kind, launch) in enumerate(result):
             if at <= last or kind == "staged":
                 self.launch(launch)
 

@@ -71,7 +71,7 @@ def references(llm: LLM, prompts: Sequence[list[int]]) -> list[list[int]]:
 
 def ask(llm: LLM, prompts: Sequence[tuple[int, list[int]]], wanted: Sequence[list[int]], count: int) -> Found:
     """Have `llm` answer `count` of the marked prompts, drawn at random, for clients of all OWNERS at once."""
-    draw, engine, found = random.Random(0), llm.engine, Found()
+    draw, engine, result = random.Random(0), llm.engine, Found()
     most = 4 * engine.scheduler.max_batch
     open_requests: dict[Any, tuple[int, int, str]] = {}
     computed: set[tuple[int, str]] = set()  # beginnings that a request of the owner may have left
@@ -86,15 +86,15 @@ def ask(llm: LLM, prompts: Sequence[tuple[int, list[int]]], wanted: Sequence[lis
             request = draw.choice(list(open_requests))
             engine.cancel(request)
             computed.add(open_requests.pop(request)[1:])
-            found.cancelled += 1
+            result.cancelled += 1
         for request in engine.step():
             if request.output.finish_reason is None or request not in open_requests:
                 continue
             which, *sharing = open_requests.pop(request)
-            found.answered += 1
-            found.wrong += list(request.output.token_ids) != wanted[which]
-            found.reused += request.metrics.cached_tokens > 0
-            found.foreign += request.metrics.cached_tokens > 0 and tuple(sharing) not in computed
+            result.answered += 1
+            result.wrong += list(request.output.token_ids) != wanted[which]
+            result.reused += request.metrics.cached_tokens > 0
+            result.foreign += request.metrics.cached_tokens > 0 and tuple(sharing) not in computed
             computed.add((sharing[0], sharing[1]))
     engine.check()
-    return found
+    return result

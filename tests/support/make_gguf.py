@@ -170,9 +170,9 @@ def rounded(model: Any, stored: dict[str, Any]) -> None:
 
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, 1)
     for name, value in model.state_dict().items():
-        found = f"{names.get_name(name.removesuffix('.weight'))}.weight"
-        if found in stored:  # else tied
-            value.copy_(torch.from_numpy(stored[found].copy()).view(value.shape))
+        result = f"{names.get_name(name.removesuffix('.weight'))}.weight"
+        if result in stored:  # else tied
+            value.copy_(torch.from_numpy(stored[result].copy()).view(value.shape))
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ def words(values: np.ndarray, kind: str) -> Words:
 
 def lop3(a: Words, b: Words, c: Words, table: int) -> Words:
     """Bit i of `table` where the bits of a, b and c are those of i, the lowest c's."""
-    found = np.zeros_like(a)
+    result = np.zeros_like(a)
     for i in range(8):
         if table >> i & 1:
-            found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-    return found
+            result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return result
 
 
 def permute(a: Words, b: Words, selector: Words) -> Words:

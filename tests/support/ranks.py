@@ -23,7 +23,7 @@ def divided(graph: Graph, ranks: int, head: bool = False) -> list[PassResult]:
 
 def run_together(graphs: Sequence[Graph], inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The first output of the ranks' graphs, which is the same on all of them, bit by bit."""
-    found = RankGroup(len(graphs)).run([partial(graph.run, *inputs, dtype=dtype) for graph in graphs])
-    logits: list[torch.Tensor] = [each if isinstance(each, torch.Tensor) else each[0] for each in found]
+    result = RankGroup(len(graphs)).run([partial(graph.run, *inputs, dtype=dtype) for graph in graphs])
+    logits: list[torch.Tensor] = [each if isinstance(each, torch.Tensor) else each[0] for each in result]
     assert all(torch.equal(each, logits[0]) for each in logits)
     return logits[0]

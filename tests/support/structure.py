@@ -130,8 +130,8 @@ def _has_reason(node: Function, lines: list[str]) -> bool:
 
 
 def _over(places: Iterator[tuple[str, str, int]], most: int) -> list[Place]:
-    found = [Place(*place) for place in places if place[2] > most]
-    return sorted(found, key=lambda place: (-place.size, place.module, place.name))
+    result = [Place(*place) for place in places if place[2] > most]
+    return sorted(result, key=lambda place: (-place.size, place.module, place.name))
 
 
 def _shared(classes: list[tuple[str, ast.ClassDef]]) -> dict[str, list[str]]:

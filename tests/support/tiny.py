@@ -300,10 +300,10 @@ class Runner:
     def hidden(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> np.ndarray:
         """Final hidden states [rows, hidden] of one step."""
         batch, arrays = self.batch(chunks, rows)
-        found = np.full((batch.outputs, self.tiny.hidden), np.nan, np.float32)
-        assert self.library.qc_hidden(self.handle, ctypes.byref(batch), found.ctypes.data) == 0
+        result = np.full((batch.outputs, self.tiny.hidden), np.nan, np.float32)
+        assert self.library.qc_hidden(self.handle, ctypes.byref(batch), result.ctypes.data) == 0
         assert np.isnan(arrays["logits"]).all() and (arrays["argmax"] == -1).all()
-        return found
+        return result
 
     def forward(self, tokens: Sequence[int], pages: Sequence[int], chunk: int) -> np.ndarray:
         """Logits of a whole sequence, `chunk` tokens a step."""

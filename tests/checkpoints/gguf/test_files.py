@@ -52,10 +52,10 @@ def test_logits(name: str) -> None:
     with torch.no_grad():
         for key, value in module.named_parameters(remove_duplicate=False):
             value.copy_(loaders[key]())
-        found = module(torch.tensor([TOKENS])).logits[0, -1]
-    wanted = EXPECTED[name]["logits"][: len(found)]  # some converters leave out rows of no token
-    assert len(found) > max(TOKENS)
-    assert np.allclose(found.numpy(), wanted, rtol=0, atol=CLOSE)
+        result = module(torch.tensor([TOKENS])).logits[0, -1]
+    wanted = EXPECTED[name]["logits"][: len(result)]  # some converters leave out rows of no token
+    assert len(result) > max(TOKENS)
+    assert np.allclose(result.numpy(), wanted, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -79,8 +79,8 @@ def test_a_build(tmp_path: Path, capsys: Capture) -> None:
     """As a user builds it, under the file's name; nothing is copied to the cache but what the header says."""
     path = FILES / "llama.gguf"
     out = tmp_path / "out"
-    found = json_of(capsys, "build", path, "-o", out, "--recipe", "f32")
-    assert found["path"] == str(out)
+    result = json_of(capsys, "build", path, "-o", out, "--recipe", "f32")
+    assert result["path"] == str(out)
     with qcompile.load(out) as llm:
         assert llm.manifest["model"]["name"] == "llama"
         logits = llm.logits([TOKENS])[0][-1]
@@ -90,9 +90,9 @@ def test_a_build(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_doctor_reads_the_file(capsys: Capture) -> None:
-    found = json_of(capsys, "doctor", FILES / "qwen3.gguf", "--recipe", "w4a16")
-    assert found["exportable"] and found["plan"]["model"] == "qwen3"
-    (remark,) = found["plan"]["remarks"]
+    result = json_of(capsys, "doctor", FILES / "qwen3.gguf", "--recipe", "w4a16")
+    assert result["exportable"] and result["plan"]["model"] == "qwen3"
+    (remark,) = result["plan"]["remarks"]
     assert remark.startswith("weights are stored in few bits (8 in Q8_0): f32 keeps")
 
 

@@ -293,12 +293,12 @@ def test_the_numbers(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, wa
     ),
 )
 def test_the_logits(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, way: str, recipe: str) -> None:
-    found = []
+    result = []
     for path in both(models, tmp_path, *WAYS[way]):
         pipeline.build(path, tmp_path / f"{path.name}.out", recipe=recipe)
         with qcompile.load(tmp_path / f"{path.name}.out") as llm:
-            found.append(llm.logits([[0, 17, 60, 25, 12, 12, 3]]))
-    assert torch.equal(*found)
+            result.append(llm.logits([[0, 17, 60, 25, 12, 12, 3]]))
+    assert torch.equal(*result)
 
 
 @pytest.mark.parametrize("way", first((gptq, eight_bits), [awq, gptq, compressed, eight_bits]))

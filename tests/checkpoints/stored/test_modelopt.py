@@ -51,9 +51,9 @@ def test_the_numbers_are_kept(tmp_path: Path) -> None:
         tensors, value = made()
         checkpoint = formats.open_checkpoint(folder(tmp_path / str(seed), tensors))
         assert set(checkpoint) == {NAME, "head.weight"}
-        found = checkpoint.load(NAME)
-        assert ((found - value).abs() <= 2.0**-22 * value.abs()).all()
-        assert torch.equal(format.dequantize(format.quantize(found), found.shape[1]), found)
+        result = checkpoint.load(NAME)
+        assert ((result - value).abs() <= 2.0**-22 * value.abs()).all()
+        assert torch.equal(format.dequantize(format.quantize(result), result.shape[1]), result)
 
 
 Change = Callable[[Tensors], object]

@@ -222,8 +222,8 @@ def test_equals_float64(library: Callable[[str], ctypes.CDLL], isa: str, kv: str
     """
     for name, case in CASES.items():
         pages = Cache(library(isa), case, kv)
-        found, wanted = pages.attend(pages.whole()), pages.reference()
-        error = math.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean())
+        result, wanted = pages.attend(pages.whole()), pages.reference()
+        error = math.sqrt(np.square(result - wanted).mean() / np.square(wanted).mean())
         assert error < (8e-7 if on_tiles(isa, kv, case) else 4e-6), f"{name}: {error}"
 
 
@@ -258,8 +258,8 @@ def test_scores_that_lie_far_apart(library: Callable[[str], ctypes.CDLL], isa: s
     """
     for name, (size, case) in LOUD.items():
         pages = Cache(library(isa), case, kv)
-        found, wanted = pages.attend(pages.whole()), pages.reference()
-        error = math.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean())
+        result, wanted = pages.attend(pages.whole()), pages.reference()
+        error = math.sqrt(np.square(result - wanted).mean() / np.square(wanted).mean())
         assert error < (1.0 if on_tiles(isa, kv, case) else 2.5) * size * 2**-24, f"{name}: {error}"
 
 
@@ -311,5 +311,5 @@ def test_nothing_behind_the_cache_or_the_scratch_is_touched(
         for group, length, queries in ((4, 64, 1), (4, 64, 40), (8, 17, 17), (1, 64, 3)):
             case = Case(group, 1, head_dim, (length,), (queries,))
             pages = Cache(library(isa), case, kv, before_a_guard)
-            found = pages.attend(pages.whole(), apart=True)
-            assert np.abs(found - pages.reference()).max() < 1e-4, f"{head_dim}, {group}, {length}, {queries}"
+            result = pages.attend(pages.whole(), apart=True)
+            assert np.abs(result - pages.reference()).max() < 1e-4, f"{head_dim}, {group}, {length}, {queries}"

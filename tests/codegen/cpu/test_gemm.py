@@ -439,11 +439,11 @@ def test_the_lowest_of_the_largest_logits_is_found(harness: Callable[[str], ctyp
             setattr(g, name, array.ctypes.data)
         g.blocks = len(buffers["columns"]) if "columns" in buffers else 0
         g.bias = bias.ctypes.data
-        found = np.full(m, -1, np.int32)
-        pointers = (ctypes.byref(q8), threads, *(ctypes.c_void_p(a.ctypes.data) for a in (scratch, best, found)))
+        result = np.full(m, -1, np.int32)
+        pointers = (ctypes.byref(q8), threads, *(ctypes.c_void_p(a.ctypes.data) for a in (scratch, best, result)))
         assert library.harness_logits(FORMATS.index(fmt), ctypes.byref(g), x, *pointers) == 0
         want = logits + bias[:n]
         finite = np.isfinite(want.max(-1))  # max is NaN if any is
-        np.testing.assert_array_equal(found, np.where(finite, want.argmax(-1), -1))
+        np.testing.assert_array_equal(result, np.where(finite, want.argmax(-1), -1))
         if wanted:
             np.testing.assert_array_equal(out, want)

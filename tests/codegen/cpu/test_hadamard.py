@@ -45,8 +45,8 @@ def test_kernel_equals_reference_whatever_the_step() -> None:
         expected = hadamard.transform(tables[width][tokens].double().unflatten(-1, (-1, block))).flatten(-2)
         # float32, sums of up to `block` terms of size 1
         np.testing.assert_allclose(rows[name], expected, atol=2e-6, err_msg=name)
-        for count, found in fewer.items():
-            np.testing.assert_array_equal(found[name], rows[name][:count], name)
+        for count, result in fewer.items():
+            np.testing.assert_array_equal(result[name], rows[name][:count], name)
         np.testing.assert_array_equal(shared[name], rows[name], name)
     one.close()
     two.close()

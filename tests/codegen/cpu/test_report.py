@@ -68,9 +68,9 @@ def by_python(llm: LLM, work: list[Work], monkeypatch: pytest.MonkeyPatch) -> li
     with monkeypatch.context() as patch:
         patch.setattr(Executor, "samples", False)
         llm.engine.scheduler.samples, gamma, llm.engine.speculation.gamma = False, llm.engine.speculation.gamma, 0
-        found = run(llm, work)
+        result = run(llm, work)
         llm.engine.scheduler.samples, llm.engine.speculation.gamma = True, gamma
-    return found
+    return result
 
 
 @pytest.mark.parametrize("threads", first((2,), [1, 2]))

@@ -285,8 +285,8 @@ def test_what_is_not_certain_can_be_taken_back(machine: Callable[..., Machine], 
             running.run(Part(0, place, place + 1, 0, True))
         # The rows that are kept and those that are not are one step for the engine. Here they come from two texts, and
         # the base moves with the first.
-        found = running.run(Part(0, at, at + kept + 1, at + 1))
-        np.testing.assert_array_equal(found, whole[at : at + kept + 1])
+        result = running.run(Part(0, at, at + kept + 1, at + 1))
+        np.testing.assert_array_equal(result, whole[at : at + kept + 1])
         if drafts > kept:
             running.run(Part(0, at + kept + 1, at + drafts + 1, at + 1, True))
         at += kept + 1

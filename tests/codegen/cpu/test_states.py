@@ -93,9 +93,9 @@ def reference(shape: str) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_the_graph(opened: Open, shape: str) -> None:
-    found = logits_of(opened(shape), rows(0, 0, LENGTH))
+    result = logits_of(opened(shape), rows(0, 0, LENGTH))
     # float32 sums of about 100 numbers of size 1, and e^x to 1.2e-7; the states feed errors back for 70 tokens
-    np.testing.assert_allclose(found, reference(shape)[0], atol=5e-5)
+    np.testing.assert_allclose(result, reference(shape)[0], atol=5e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -133,8 +133,8 @@ def test_what_is_not_certain_can_be_taken_back(opened: Open, shape: str) -> None
             wrong = drawn.integers(0, VOCAB, 1).tolist()
             logits_of(executor, rows(0, at + place, at + place + 1, 0, wrong))
         tokens = [*TEXTS[0][at : at + kept + 1], *drawn.integers(0, VOCAB, drafts - kept).tolist()]
-        found = logits_of(executor, rows(0, at, at + len(tokens), at + 1, tokens))
-        np.testing.assert_array_equal(found[: kept + 1], whole[at : at + kept + 1])
+        result = logits_of(executor, rows(0, at, at + len(tokens), at + 1, tokens))
+        np.testing.assert_array_equal(result[: kept + 1], whole[at : at + kept + 1])
         at += int(kept) + 1
     np.testing.assert_array_equal(logits_of(executor, rows(0, at, LENGTH)), whole[at:])
 
@@ -161,12 +161,12 @@ def test_multi_step_decode_equals_single_steps(opened: Open, shape: str) -> None
     one, many = opened(shape), opened(shape, 2)
     for executor in (one, many):
         logits_of(executor, rows(0, 0, 5), rows(1, 0, 8))
-    tokens, found = [TEXTS[0][5], TEXTS[1][8]], []
+    tokens, result = [TEXTS[0][5], TEXTS[1][8]], []
     for step in range(6):
         parts = [rows(text, at + step, at + step + 1, tokens=[tokens[text]]) for text, at in ((0, 5), (1, 8))]
         tokens = list(one.step(parts, False)[0])
-        found += tokens
-    assert many.decode([rows(0, 5, 6), rows(1, 8, 9)], 6) == found
+        result += tokens
+    assert many.decode([rows(0, 5, 6), rows(1, 8, 9)], 6) == result
 
 
 def test_steps_that_no_state_can_hold_are_refused(opened: Open) -> None:

@@ -55,11 +55,11 @@ def interpret_sums(ranks: int, width: int, rows: int) -> None:
     other, expected = torch.randn(rows, width), total_of(xs)
     ways: tuple[Way, ...] = ("small", "medium", "large")
     for way in ways:
-        assert all(torch.equal(found, expected) for found in sums(xs, None, way, width + 3))
-        assert all(torch.equal(found, other + expected) for found in sums(xs, other, way, width))
+        assert all(torch.equal(result, expected) for result in sums(xs, None, way, width + 3))
+        assert all(torch.equal(result, other + expected) for result in sums(xs, other, way, width))
     row = rows // 2
     alone = sums([x[row : row + 1].contiguous() for x in xs], None, "small", width)
-    assert all(torch.equal(found[0], expected[row]) for found in alone)
+    assert all(torch.equal(result[0], expected[row]) for result in alone)
 
 
 # 17 rows are chunks of two groups, in which each of three ranks owns one.
@@ -108,14 +108,14 @@ def test_exchanges_of_ranks_that_are_early_or_late_interpreted(ranks: int) -> No
 @pytest.mark.parametrize("way", ["small", "medium", "large"])
 def test_kernels_compile_without_spills(ranks: int, way: Way, compiled: Record) -> None:
     spec = SumSpec(8192, 8192, 8192, PeerLayout(ranks, 8192 * 8192), way, 8192)
-    found = compiled(spec.kernel(90), 90)
-    assert found.spill_bytes == 0 and found.registers <= 128
+    result = compiled(spec.kernel(90), 90)
+    assert result.spill_bytes == 0 and result.registers <= 128
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_gathering_compiles_without_spills(ranks: int, compiled: Record) -> None:
-    found = compiled(AllGatherSpec(64128, 64128, PeerLayout(ranks, 8192 * 8192, 128256)).kernel(90), 90)
-    assert found.spill_bytes == 0 and found.registers <= 128
+    result = compiled(AllGatherSpec(64128, 64128, PeerLayout(ranks, 8192 * 8192, 128256)).kernel(90), 90)
+    assert result.spill_bytes == 0 and result.registers <= 128
 
 
 def test_parts_of_peer_memory_do_not_overlap() -> None:
@@ -137,8 +137,8 @@ def test_a_plan_of_a_divided_model_has_its_sums() -> None:
     from tests.support.graphs import decoder
 
     graph = decoder(vocab=40, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=512, layers=1)
-    found = pipeline.plan(graph, target="h100", recipe="w4a16", options={"shard.ranks": "2"})
-    plan = make_plan(found.program, TARGETS["h100"], 64)
+    result = pipeline.plan(graph, target="h100", recipe="w4a16", options={"shard.ranks": "2"})
+    plan = make_plan(result.program, TARGETS["h100"], 64)
     layout = PeerLayout(2, 8192 * 256, 40)
     assert plan.sums["ranks"] == 2 and plan.sums["width"] == 256 and plan.sums["chunk"] == CHUNK
     assert plan.sums["data"] == layout.data and plan.sums["logits"] == layout.logits
@@ -146,9 +146,9 @@ def test_a_plan_of_a_divided_model_has_its_sums() -> None:
     kernels = [kernel.name for kernel in plan.kernels.values()]
     assert kernels.count("sum_small_2") == kernels.count("sum_medium_2") > 0
     assert kernels.count("gather_2") == 1 and "sum_large_2" not in kernels
-    assert len(found.ranks) == 2 and found.ranks[1].calls != found.ranks[0].calls
+    assert len(result.ranks) == 2 and result.ranks[1].calls != result.ranks[0].calls
     whole = make_plan(pipeline.plan(graph, target="h100", recipe="w4a16").program, TARGETS["h100"], 64)
     assert not whole.sums
-    found = pipeline.plan(graph, target="h100", recipe="w8a8", options={"shard.ranks": "4"})
-    kernels = [kernel.name for kernel in make_plan(found.program, TARGETS["h100"], 64).kernels.values()]
+    result = pipeline.plan(graph, target="h100", recipe="w8a8", options={"shard.ranks": "4"})
+    kernels = [kernel.name for kernel in make_plan(result.program, TARGETS["h100"], 64).kernels.values()]
     assert kernels.count("sum_large_4") == kernels.count("sum_medium_4") > 0

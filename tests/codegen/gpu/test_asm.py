@@ -28,8 +28,8 @@ def instructions(format: str) -> dict[str, str]:
 def instructions_of(source: str) -> dict[str, str]:
     """The same for a kernel's source."""
     asm = r'inline_asm_elementwise\(\s*("""|")(.*?)\2'
-    found = re.findall(r"def (\w+)\([^)]*\):\n(?:(?!\ndef ).)*?" + asm, source, re.DOTALL)
-    return {name: asm for name, _, asm in found}
+    result = re.findall(r"def (\w+)\([^)]*\):\n(?:(?!\ndef ).)*?" + asm, source, re.DOTALL)
+    return {name: asm for name, _, asm in result}
 
 
 def drawn() -> Words:
@@ -89,11 +89,11 @@ def picked(codes: np.ndarray) -> Words:
 
 def tables_of(source: str, m: Words) -> list[Words]:
     """What codes of a plane pick bytes of, by the source of a kernel."""
-    found = dict(re.findall(r"^    (three|first0|second0|third0|fourth0)(?:, _)? = (.*)$", source, re.MULTILINE))
+    result = dict(re.findall(r"^    (three|first0|second0|third0|fourth0)(?:, _)? = (.*)$", source, re.MULTILINE))
     named = {"m": m.astype(np.int64)}
-    named["three"] = eval(found["three"], {}, named)
+    named["three"] = eval(result["three"], {}, named)
     broadcast = re.compile(r"tl\.broadcast\((.*?)(?:\[:, None\])?, b\)")
-    terms = [broadcast.fullmatch(found[f"{name}0"])[1] for name in ("first", "second", "third", "fourth")]
+    terms = [broadcast.fullmatch(result[f"{name}0"])[1] for name in ("first", "second", "third", "fourth")]
     return [(eval(term, {}, named) & 0xFFFFFFFF).astype(np.uint32) for term in terms]
 
 
@@ -122,10 +122,10 @@ def test_values_of_four_bits_become_integers(tile: Tile) -> None:
     spec = KernelSpec("mxfp4_a8", 4096, 4096, tile, x_groups=True)
     times = 1 << np.random.default_rng(2).integers(0, 4, (4, PAIRS), dtype=np.uint32)
     tables = [each for m in times for table in tables_of(render(spec), m) for each in [table] * 4]
-    found = run(instructions_of(render(spec))["unpack"], 4, *items, *tables)
+    result = run(instructions_of(render(spec))["unpack"], 4, *items, *tables)
     for plane in range(4):
         want = TWICE[codes[plane]] * times[plane][:, None]
-        assert (bytes_of(found[plane]) == want).all()
+        assert (bytes_of(result[plane]) == want).all()
 
 
 def test_values_of_four_bits_are_multiplied_at_once() -> None:
@@ -134,10 +134,10 @@ def test_values_of_four_bits_are_multiplied_at_once() -> None:
     x = draw.integers(0, 1 << 32, (4, 2, PAIRS), dtype=np.uint32)
     spec = KernelSpec("mxfp4_a8", 4096, 4096, Tile(1, 8, warps=1, prefetch_bytes=128), x_groups=True)
     asm = instructions_of(render(spec))["plane_sums"]
-    found = run(asm, 4, *items_of(codes[..., :4]), *items_of(codes[..., 4:]), *x.reshape(8, PAIRS))
+    result = run(asm, 4, *items_of(codes[..., :4]), *items_of(codes[..., 4:]), *x.reshape(8, PAIRS))
     for plane in range(4):
         both = np.concatenate((bytes_of(x[plane, 0]), bytes_of(x[plane, 1])), -1)
-        assert (found[plane].view(np.int32) == (TWICE[codes[plane]] * both).sum(-1)).all()
+        assert (result[plane].view(np.int32) == (TWICE[codes[plane]] * both).sum(-1)).all()
 
 
 TO_BF16 = [
@@ -159,8 +159,8 @@ def test_values_of_four_bits_become_bf16(tile: Tile) -> None:
     for exponent in (34, 127, 160):
         scale = np.full(PAIRS, (exponent + int(more)) * 128 * 65537, np.uint32)
         for plane in range(4):
-            found = floats(run(asm[f"unpack{plane}"], 1, items, scale)[0], "bf16x2") * float(downscale)
-            assert (found == values[parts_of(items, 4, plane)] * 2.0 ** (exponent - 127)).all()
+            result = floats(run(asm[f"unpack{plane}"], 1, items, scale)[0], "bf16x2") * float(downscale)
+            assert (result == values[parts_of(items, 4, plane)] * 2.0 ** (exponent - 127)).all()
 
 
 @pytest.mark.parametrize("tile", TO_BF16)
@@ -174,6 +174,6 @@ def test_codes_of_four_bits_become_bf16(tile: Tile) -> None:
     rounded = floats(high, "bf16x2")
     for plane in range(4):
         # An item's words are given twice, of the two rows that a thread has.
-        found = run(asm[f"unpack{plane}"], 1, items, minus, minus, more, more)[0]
+        result = run(asm[f"unpack{plane}"], 1, items, minus, minus, more, more)[0]
         exact = (parts_of(items, 4, plane) - zero[:, None]) * rounded
-        assert (floats(found, "bf16x2") == floats(words(exact, "bf16x2"), "bf16x2")).all()
+        assert (floats(result, "bf16x2") == floats(words(exact, "bf16x2"), "bf16x2")).all()

@@ -60,12 +60,12 @@ def interpret_several_splits() -> None:
     machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs, rows=200)
     pages = inputs[3].tolist()[0]
     machine.fill([Chunk(ids[0, :178].tolist(), 0, pages)])
-    machine.fine, found = 0, []
+    machine.fine, result = 0, []
     for machine.shares in (9, 3, 2, 1):
         machine.forget()
-        found.append(machine.step([Chunk(ids[0, 178:].tolist(), 178, pages)])[0])
-        assert torch.equal(found[-1], found[0])
-    error = ((found[0].double() - want).norm() / want.norm()).item()
+        result.append(machine.step([Chunk(ids[0, 178:].tolist(), 178, pages)])[0])
+        assert torch.equal(result[-1], result[0])
+    error = ((result[0].double() - want).norm() / want.norm()).item()
     assert error < RECIPES["qserve"], error
 
 
@@ -85,13 +85,13 @@ def interpret_leaves(recipe: str, format: str) -> None:
     plan = make_plan(program, TARGETS["h200"], inline_asm=False)
     assert (plan.split, plan.kvs[0].leaves) == (512, 8)
     machine = Interpreter(program, plan, blobs, rows=224)
-    pages, found = inputs[3].tolist()[0], []
+    pages, result = inputs[3].tolist()[0], []
     machine.fill([Chunk(ids[0, :200].tolist(), 0, pages)])
     for machine.fine in (0, 100):
         machine.forget()
-        found.append(machine.step([Chunk(ids[0, 200:].tolist(), 200, pages)])[0])
-    assert torch.equal(*found)
-    error = ((found[0].double() - want).norm() / want.norm()).item()
+        result.append(machine.step([Chunk(ids[0, 200:].tolist(), 200, pages)])[0])
+    assert torch.equal(*result)
+    error = ((result[0].double() - want).norm() / want.norm()).item()
     assert error < RECIPES[recipe], error
 
 
@@ -110,18 +110,18 @@ def interpret_long_steps(recipe: str, split: int) -> None:
     inputs = step_inputs(ids, None, graph)
     want, pages = graph.run(*inputs)[0], inputs[3].tolist()[0]
     chunks = [Chunk(ids[0, 40:75].tolist(), 40, pages[:2]), Chunk(ids[0, :9].tolist(), 0, pages[2:])]
-    found = []
+    result = []
     for attention_variants.MAX_UNPAIRED_QUERIES in (256, 16):
         plan = make_plan(program, TARGETS["h200"], split=split, inline_asm=False)
         machine = Interpreter(program, plan, blobs, rows=64)
         machine.near = 2
         machine.fill([Chunk(ids[0, :40].tolist(), 0, pages[:2])])
-        found.append(machine.step(chunks)[0])
-    assert torch.equal(*found)
+        result.append(machine.step(chunks)[0])
+    assert torch.equal(*result)
     launches = (launch for launch in plan.launches if launch.by == "near")
     kernels = [v.kernel for launch in launches for v in launch.variants if "whole" in v.kernel]
     assert len(set(kernels)) == 2
-    error = ((found[0].double() - want[[*range(40, 75), *range(9)]]).norm() / want[:75].norm()).item()
+    error = ((result[0].double() - want[[*range(40, 75), *range(9)]]).norm() / want[:75].norm()).item()
     assert error < RECIPES[recipe], error
 
 
@@ -145,14 +145,14 @@ def interpret_centered(format: str, turn: str) -> None:
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0]
     machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=32, inline_asm=False), blobs, rows=64)
-    pages, found = inputs[3].tolist()[0], []
+    pages, result = inputs[3].tolist()[0], []
     first = machine.step([Chunk(ids[0, :34].tolist(), 0, pages)])[0]
     for machine.fine in (0, 100):
         machine.forget()
-        found.append(machine.step([Chunk(ids[0, 34:].tolist(), 34, pages)])[0])
+        result.append(machine.step([Chunk(ids[0, 34:].tolist(), 34, pages)])[0])
     alone = machine.step([Chunk(ids[0, -1:].tolist(), 39, pages)])[0]
-    assert torch.equal(*found) and torch.equal(alone, found[0][-1:])
-    error = ((torch.cat((first, found[0])).double() - want).norm() / want.norm()).item()
+    assert torch.equal(*result) and torch.equal(alone, result[0][-1:])
+    error = ((torch.cat((first, result[0])).double() - want).norm() / want.norm()).item()
     # Less than half of what capped scores without the mean err. Codes of 4 bits may fall on the other side of an edge.
     assert error < {"kv16": RECIPES["bf16"], "kv8": RECIPES["w8a8"], "kv4": 0.05}[format], error
 
@@ -241,7 +241,7 @@ def interpret_rounding(dim: int) -> None:
     x, ring = torch.randn(1, width), torch.randn(pages * kv.heads * kv.block_bytes // 2).bfloat16()
     place = {"positions": [384], "row_sequence": [0], "block_table": torch.randperm(pages).tolist()}
     given = {name: torch.tensor(values, dtype=torch.int32) for name, values in place.items()}
-    found = []
+    result = []
     for shares, programs in ((1, 5), (4, 5), (2, 8), (4, 17)):
         each, memory = replace(spec, shares=shares, rounding=programs), ring.clone()
         assert each.programs == programs
@@ -249,11 +249,11 @@ def interpret_rounding(dim: int) -> None:
         kernel = each.kernel(80)
         every = {**given, **views, "x": x.clone(), "table_stride": pages}
         load(kernel)[1, each.programs, 1](*(every[a.name] for a in kernel.arguments))
-        found.append(memory.view(torch.int16))
+        result.append(memory.view(torch.int16))
     rounded = given["block_table"][[14, 15]].long()  # positions 128 to 255
-    changed = (found[0] != ring.view(torch.int16)).view(pages, -1).any(1).nonzero()[:, 0].tolist()
+    changed = (result[0] != ring.view(torch.int16)).view(pages, -1).any(1).nonzero()[:, 0].tolist()
     assert set(changed) == {*rounded.tolist(), *given["block_table"][[0, 1]].tolist()}
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert all(torch.equal(result[0], other) for other in result[1:])
 
 
 def test_rounding_in_shares_interpreted() -> None:
@@ -307,7 +307,7 @@ def interpret_append(
     table, rows = torch.zeros(1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
     given = {"positions": positions, "row_sequence": rows, "block_table": table, "table_stride": 1, "M": tokens}
     given |= {"inv_freq": inv_freq, "center": less, **vectors, **weights}
-    found = []
+    result = []
     for each in (1, 2, 4):
         kernel = replace(alone, tokens=each).kernel(80)
         # Rows past the last one are that one again: if they wrote too, it might be turned twice, though not here.
@@ -317,9 +317,9 @@ def interpret_append(
         given |= {"x": got, "kv": pages.view(torch.bfloat16 if format == "kv16" else torch.int16)}
         given["kv_words"] = pages.view(torch.int32)
         load(kernel)[-(-tokens // each), alone.programs, 1](*(given[a.name] for a in kernel.arguments))
-        found.append((got, pages))
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-    got, pages = found[0]
+        result.append((got, pages))
+    assert all(torch.equal(a, b) for other in result[1:] for a, b in zip(result[0], other, strict=True))
+    got, pages = result[0]
     keys = slice(heads * dim, 5 * dim)
     if not turned:  # the mean comes off on the way to the cache
         got[:, keys], want[:, keys] = 0, 0
@@ -349,10 +349,10 @@ def in_order(x: torch.Tensor, group: int) -> torch.Tensor:
     """Sums of `group` neighbours along the third axis, added one after the other."""
     missing = -x.shape[2] % group
     x = torch.nn.functional.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, group))
-    found = torch.zeros_like(x[..., 0, :])
+    result = torch.zeros_like(x[..., 0, :])
     for each in x.unbind(3):
-        found = found + each
-    return found
+        result = result + each
+    return result
 
 
 def interpret_merge(splits: int, window: int = 0) -> None:

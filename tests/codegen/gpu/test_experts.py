@@ -104,10 +104,10 @@ def interpret_blocks() -> None:
             assert torch.equal(order[: rows * slots].long(), want)
             grid = grid_size(spec.grid, {"tokens": rows})
             listed = blocks[:grid].tolist()
-            found = [block for block in listed if block[0] >= 0]
-            assert all(block[0] == -1 for block in listed[len(found) :]) and grid <= spec.list
-            assert [i for _, begin, end in found for i in range(begin, end)] == list(range(rows * slots))
-            for expert, begin, end in found:
+            result = [block for block in listed if block[0] >= 0]
+            assert all(block[0] == -1 for block in listed[len(result) :]) and grid <= spec.list
+            assert [i for _, begin, end in result for i in range(begin, end)] == list(range(rows * slots))
+            for expert, begin, end in result:
                 assert 0 < end - begin <= tokens and set(chosen[want[begin:end]].tolist()) == {expert}
 
 

@@ -13,15 +13,15 @@ from tests.support.lowering import gpu_program
 def shared(program: Program) -> list[str]:
     """Float buffers that GEMMs read past their width, and that share memory with another kind of buffer."""
     read = {call.x for call in program.calls if isinstance(call, Gemm)}
-    found = []
+    result = []
     for name in sorted(read):
         x = program.buffer(name)
         if x.dtype == "q8" or x.width == x.stride:
             continue
         others = (b for b in program.buffers if b.rows == x.rows and (b.dtype, b.width) != (x.dtype, x.width))
         if any(b.offset < x.offset + x.row_bytes and x.offset < b.offset + b.row_bytes for b in others):
-            found.append(name)
-    return found
+            result.append(name)
+    return result
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "w4a16"])

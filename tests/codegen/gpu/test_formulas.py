@@ -24,12 +24,12 @@ def interpret_formulas() -> None:
 
     make = torch.Generator().manual_seed(2)
     x, numbers = torch.randn(3, 88, generator=make).abs() + 0.1, torch.randn(3, 32, generator=make)
-    found = torch.zeros(3, 88)
+    result = torch.zeros(3, 88)
     for exponent, spec in POWERS.items():
-        load(spec.kernel(80))[3, 1, 1](x, found)
-        torch.testing.assert_close(found.double(), x.double() ** exponent, atol=0, rtol=1e-6)
-    load(ADD_ROW.kernel(80))[3, 1, 1](x, found, numbers)
-    torch.testing.assert_close(found, x + numbers[:, :1], atol=0, rtol=0)
+        load(spec.kernel(80))[3, 1, 1](x, result)
+        torch.testing.assert_close(result.double(), x.double() ** exponent, atol=0, rtol=1e-6)
+    load(ADD_ROW.kernel(80))[3, 1, 1](x, result, numbers)
+    torch.testing.assert_close(result, x + numbers[:, :1], atol=0, rtol=0)
     for spec in (MEAN, MEANS):
         few, alone = torch.zeros(3, 32), torch.zeros(1, 32)
         load(spec.kernel(80))[3, spec.blocks, 1](x, few)

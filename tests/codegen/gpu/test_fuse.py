@@ -51,9 +51,9 @@ def program(*calls: Call, cache: Any = "kv16", **dtypes: Any) -> Program:
     return Program(40, 64, tuple(buffers), calls, (), KVLayout(cache, 2, 1, 64))
 
 
-def names(found: Program) -> list[str]:
+def names(result: Program) -> list[str]:
     """The kind of each call."""
-    return [call.kernel for call in found.calls]
+    return [call.kernel for call in result.calls]
 
 
 def gemm(name: str, x: str, out: str, **more: Any) -> Gemm:
@@ -67,12 +67,12 @@ SCATTERED = gemm("gate_up", "x", "h", n=2 * WIDTH, epilogue="silu_mul", blocks=3
 
 def test_the_reader_of_scattered_rows_applies_the_gate() -> None:
     for reader in (QuantizeRows("q", "h", "y"), Hadamard("t", "h", "y", 128, "core", 1)):
-        found = fuse.separate_gates(program(SCATTERED, reader, x="bf16", y="q8"))
-        assert names(found) == ["gemm", f"gated_{reader.kernel}"]
-        made, read = found.calls
+        result = fuse.separate_gates(program(SCATTERED, reader, x="bf16", y="q8"))
+        assert names(result) == ["gemm", f"gated_{reader.kernel}"]
+        made, read = result.calls
         assert isinstance(made, Gemm) and made.epilogue == "store" and getattr(read, "act", "") == "silu"
-        assert (found.buffer("h").dtype, found.buffer("h").width) == ("bf16", 2 * WIDTH)
-        assert found.buffer("h").row_bytes == program(SCATTERED).buffer("h").row_bytes
+        assert (result.buffer("h").dtype, result.buffer("h").width) == ("bf16", 2 * WIDTH)
+        assert result.buffer("h").row_bytes == program(SCATTERED).buffer("h").row_bytes
 
 
 def test_gates_stay_where_rows_are_in_order() -> None:
@@ -95,8 +95,8 @@ ATTENTION = Attention("attention", "qkv", 0, "h", 4, 1, 64, 1.0, 0)
 def test_a_result_that_is_only_rounded_is_written_in_bf16(maker: Any) -> None:
     """test_rounded.py has the cases in which it is not."""
     before = program(maker, QuantizeRows("round", "h", "y"), gemm("next", "y", "z"), x="bf16", y="bf16")
-    found = fuse.round_results(before)
-    assert [(call.name, call.writes) for call in found.calls] == [(maker.name, ("y",)), ("next", ("z",))]
+    result = fuse.round_results(before)
+    assert [(call.name, call.writes) for call in result.calls] == [(maker.name, ("y",)), ("next", ("z",))]
     again = replace(before, calls=(*before.calls, TakeRows("take", "h", "last")))
     again = replace(again, buffers=(*again.buffers, replace(again.buffer("z"), name="last", offset=1 << 20)))
     assert fuse.round_results(again) == again  # the f32 result is read again
@@ -105,9 +105,9 @@ def test_a_result_that_is_only_rounded_is_written_in_bf16(maker: Any) -> None:
 @pytest.mark.parametrize("maker", [GATED, ATTENTION], ids=lambda call: call.name)
 def test_a_result_that_is_quantized_is_measured(maker: Any) -> None:
     quantize = QuantizeRows("quantize", "h", "y")
-    found = fuse.measure_results(program(maker, quantize, x="bf16", y="q8"))
-    assert found.calls == (fused.MeasuredQuantize(maker.name, maker, quantize),)
-    assert found.calls[0].reads == (*maker.reads, "h") and found.calls[0].writes == ("h", "y")
+    result = fuse.measure_results(program(maker, quantize, x="bf16", y="q8"))
+    assert result.calls == (fused.MeasuredQuantize(maker.name, maker, quantize),)
+    assert result.calls[0].reads == (*maker.reads, "h") and result.calls[0].writes == ("h", "y")
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ NORM_K = NormHeads("norm_k", "rms", "qkv", 128, 1, 64, 1e-5)
 
 
 def test_norms_of_heads_are_part_of_the_append() -> None:
-    found = fuse.normalize_in_append(program(NORM_Q, NORM_K, APPEND, APPEND))
-    assert found.calls == (fused.NormedAppend("append", APPEND, NORM_Q, NORM_K), APPEND)
-    assert found.calls[0].reads == found.calls[0].writes == ("qkv",)
-    found = fuse.normalize_in_append(program(NORM_K, APPEND))
-    assert found.calls == (fused.NormedAppend("append", APPEND, None, NORM_K),)
+    result = fuse.normalize_in_append(program(NORM_Q, NORM_K, APPEND, APPEND))
+    assert result.calls == (fused.NormedAppend("append", APPEND, NORM_Q, NORM_K), APPEND)
+    assert result.calls[0].reads == result.calls[0].writes == ("qkv",)
+    result = fuse.normalize_in_append(program(NORM_K, APPEND))
+    assert result.calls == (fused.NormedAppend("append", APPEND, None, NORM_K),)
 
 
 @pytest.mark.parametrize(
@@ -219,20 +219,20 @@ SUM = AllReduce("sum_over_ranks", "part", "sum", 2)
 def test_a_sum_over_ranks_adds_the_residual_stream() -> None:
     want = fused.SumAdd("sum_over_ranks", "part", "next", "stream", 2)
     assert fuse.add_in_sums(program(SUM, ADD)).calls == (want,)
-    found = program(SUM, ADD)
-    offsets = {buffer.name: buffer.offset for buffer in found.buffers}
-    placed = [replace(b, offset=offsets["part"]) if b.name == "next" else b for b in found.buffers]
-    assert fuse.add_in_sums(replace(found, buffers=tuple(placed))).calls == (want,)  # where the part was
+    result = program(SUM, ADD)
+    offsets = {buffer.name: buffer.offset for buffer in result.buffers}
+    placed = [replace(b, offset=offsets["part"]) if b.name == "next" else b for b in result.buffers]
+    assert fuse.add_in_sums(replace(result, buffers=tuple(placed))).calls == (want,)  # where the part was
 
 
 def test_a_sum_over_ranks_stays_where_its_result_is_wanted_or_would_overlap() -> None:
     again = replace(ADD, name="again", out="later")
     for calls in ((SUM, ADD, again), (SUM, replace(ADD, kind="mul")), (SUM, replace(ADD, weight="w", other=None))):
         assert fuse.add_in_sums(program(*calls)).calls == calls
-    found = program(SUM, ADD)
-    offsets = {buffer.name: buffer.offset for buffer in found.buffers}
-    shifted = [replace(b, offset=offsets["part"] + 8) if b.name == "next" else b for b in found.buffers]
-    assert names(fuse.add_in_sums(replace(found, buffers=tuple(shifted)))) == ["all_reduce", "elementwise"]
+    result = program(SUM, ADD)
+    offsets = {buffer.name: buffer.offset for buffer in result.buffers}
+    shifted = [replace(b, offset=offsets["part"] + 8) if b.name == "next" else b for b in result.buffers]
+    assert names(fuse.add_in_sums(replace(result, buffers=tuple(shifted)))) == ["all_reduce", "elementwise"]
 
 
 def test_steps_of_a_router_are_one_call() -> None:
@@ -240,9 +240,9 @@ def test_steps_of_a_router_are_one_call() -> None:
     assert chain == fused.RouteChain("softmax", (SOFTMAX, TOP_K, PICK), (False, True, True))
     assert chain.reads == ("x",) and chain.writes == ("index", "picked")
     before = program(SOFTMAX, TakeRows("c", "x", "c"), TOP_K, PICK, *READERS)
-    found = fuse.chain_routes(before)
-    assert names(found)[:3] == ["route_chain", "take_rows", "route_chain"]
-    assert [call.writes for call in found.calls[:3:2]] == [("scores",), ("index", "picked")]
+    result = fuse.chain_routes(before)
+    assert names(result)[:3] == ["route_chain", "take_rows", "route_chain"]
+    assert [call.writes for call in result.calls[:3:2]] == [("scores",), ("index", "picked")]
 
 
 @pytest.mark.parametrize(
@@ -253,15 +253,15 @@ def test_steps_of_a_router_are_one_call() -> None:
     ],
 )
 def test_steps_of_a_router_that_stay_apart(steps: tuple[Call, ...]) -> None:
-    found = fuse.chain_routes(program(*steps, TakeRows("a", steps[-1].writes[0], "a")))
-    assert names(found) == ["route_chain", "route_chain", "take_rows"]
+    result = fuse.chain_routes(program(*steps, TakeRows("a", steps[-1].writes[0], "a")))
+    assert names(result) == ["route_chain", "route_chain", "take_rows"]
 
 
 def test_a_router_stores_nothing_where_other_programs_have_yet_to_read() -> None:
     before = program(SOFTMAX, TOP_K, READERS[0])
     over = replace(before.buffer("index"), offset=before.buffer("x").offset + 64)
-    found = fuse.chain_routes(replace(before, buffers=(before.buffer("x"), before.buffer("scores"), over)))
-    assert names(found) == ["route_chain", "route_chain", "take_rows"]
+    result = fuse.chain_routes(replace(before, buffers=(before.buffer("x"), before.buffer("scores"), over)))
+    assert names(result) == ["route_chain", "route_chain", "take_rows"]
 
 
 # ---- experts ---------------------------------------------------------------------------------------
@@ -279,15 +279,15 @@ GATE, UP = expert_gemm("gate", "x", "g"), expert_gemm("up", "x", "u")
 
 
 def test_experts_share_inputs_and_order() -> None:
-    found = prepare_slots(program(GATE, UP))
-    assert [call.name for call in found.calls] == ["gate.round", "gate.order", "gate", "up"]
-    assert names(found) == ["quantize_slots", "sort_slots", "slot_gemm", "slot_gemm"]
-    inputs, order, gate, _ = found.calls
+    result = prepare_slots(program(GATE, UP))
+    assert [call.name for call in result.calls] == ["gate.round", "gate.order", "gate", "up"]
+    assert names(result) == ["quantize_slots", "sort_slots", "slot_gemm", "slot_gemm"]
+    inputs, order, gate, _ = result.calls
     assert inputs.reads == ("x",) and order.reads == ("index",) and inputs.writes == order.writes == ()
     assert gate.reads == GATE.reads and gate.writes == GATE.writes
-    found = prepare_slots(program(NORM, GATE, UP))
-    assert names(found) == ["norm_slots", "sort_slots", "slot_gemm", "slot_gemm"]
-    assert found.calls[0].reads == ("stream",) and found.calls[0].writes == ("x",)
+    result = prepare_slots(program(NORM, GATE, UP))
+    assert names(result) == ["norm_slots", "sort_slots", "slot_gemm", "slot_gemm"]
+    assert result.calls[0].reads == ("stream",) and result.calls[0].writes == ("x",)
 
 
 @pytest.mark.parametrize(
@@ -302,8 +302,8 @@ def test_experts_share_inputs_and_order() -> None:
     ],
 )
 def test_experts_prepare_anew_what_has_changed(between: Call, up: Call, again: list[str]) -> None:
-    found = prepare_slots(program(NORM, GATE, between, up))
-    assert [call.name for call in found.calls] == ["norm", "gate.order", "gate", "c", *again, "up"]
+    result = prepare_slots(program(NORM, GATE, between, up))
+    assert [call.name for call in result.calls] == ["norm", "gate.order", "gate", "c", *again, "up"]
 
 
 def test_a_norm_rounds_only_rows_that_the_next_experts_read() -> None:
@@ -319,11 +319,11 @@ def test_launches_depend_on_the_call_alone() -> None:
     from qcompile.codegen.gpu.plan import kv_of
 
     before = program(NORM_Q, NORM_K, APPEND, ATTENTION, QuantizeRows("quantize", "h", "y"), y="q8")
-    found = fuse.fuse(before)
-    assert names(found) == ["normed_append", "measured_quantize"]
-    context = PlanContext(found, (kv_of(found, 0),), 64, TARGETS["h200"])
-    forward = [launches_of(context, call) for call in found.calls]
-    assert forward == [launches_of(context, call) for call in reversed(found.calls)][::-1]
+    result = fuse.fuse(before)
+    assert names(result) == ["normed_append", "measured_quantize"]
+    context = PlanContext(result, (kv_of(result, 0),), 64, TARGETS["h200"])
+    forward = [launches_of(context, call) for call in result.calls]
+    assert forward == [launches_of(context, call) for call in reversed(result.calls)][::-1]
     assert names(before) == ["norm_heads", "norm_heads", "rope_append", "attention", "quantize"]
 
 

@@ -104,12 +104,12 @@ def interpret_mix() -> None:
     for fraction in (0.3, 1.0, 0.0):
         wide = torch.rand(80) < fraction
         parts = MIX_4_8.quantize_rows(weight(80, 1024), wide)
-        found = GPU_PACKING.mixed(wide, False, 1024)
+        result = GPU_PACKING.mixed(wide, False, 1024)
         types = {"groups": torch.int32, "columns": torch.int32}
-        packed = {role: blob.view(types.get(role, torch.int8)) for role, blob in found.blobs(parts).items()}
+        packed = {role: blob.view(types.get(role, torch.int8)) for role, blob in result.blobs(parts).items()}
         dense = weight_format("mix_4_8").dequantize(parts, 1024)
         for cut in INTERPRETED:
-            spec = KernelSpec("mix_4_8", 16 * found.blocks, 1024, cut, True, True, False, width=80, wide=found.wide)
+            spec = KernelSpec("mix_4_8", 16 * result.blocks, 1024, cut, True, True, False, width=80, wide=result.wide)
             interpret_one(spec, "int8", packed, dense)
             interpret_one(replace(spec, x_groups=True), "int8_g128", packed, dense)
 
@@ -139,14 +139,14 @@ def interpret_orders() -> None:
         w[7, 5] = 900 if far else 0
         packed = pack_gpu(weight_format(number_format(packing)).quantize(w), packing)
         x = activation_format("int8").quantize(torch.randn(17, k), 0)
-        found = []
+        result = []
         for cut in (Tile(16, 64, split_k=2), Tile(32, 64, split_k=2), Tile(64, 64, split_k=2, unroll=2)):
             spec = KernelSpec(format, n, k, cut, inline_asm=False, out="f32")
             given = {**packed, **dict(zip(("x", "x_scale"), x, strict=False)), "out": torch.empty(17, n), "M": 17}
             given |= {name: torch.zeros(items, dtype=dtype) for name, (items, dtype) in spec.workspace(17).items()}
             load(spec)[spec.grid(17)](*(given[a.name] for a in arguments_of(spec)))
-            found.append(given["out"])
-        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+            result.append(given["out"])
+        assert torch.equal(result[0], result[1]) and torch.equal(result[0], result[2])
 
 
 def test_numerics_in_the_interpreter() -> None:
@@ -393,9 +393,9 @@ def packed_for(spec: KernelSpec) -> dict[str, torch.Tensor]:
         parts = weight_format(number_format(spec.packing)).quantize(w)
         return {name: part.cuda() for name, part in pack_gpu(parts, packing_of(spec.format)).items()}
     wide = torch.arange(spec.width) % 10 == 0 if spec.wide < spec.n else torch.ones(spec.width, dtype=torch.bool)
-    found = GPU_PACKING.mixed(wide, False, spec.k)
-    assert (found.wide, 16 * found.blocks) == (spec.wide, spec.n)
-    blobs = found.blobs(MIX_4_8.quantize_rows(weight(spec.width, spec.k), wide))
+    result = GPU_PACKING.mixed(wide, False, spec.k)
+    assert (result.wide, 16 * result.blocks) == (spec.wide, spec.n)
+    blobs = result.blobs(MIX_4_8.quantize_rows(weight(spec.width, spec.k), wide))
     types = {"groups": torch.int32, "columns": torch.int32}
     return {role: blob.view(types.get(role, torch.int8)).cuda() for role, blob in blobs.items()}
 
@@ -415,7 +415,7 @@ def test_rows_have_the_bits_of_the_decode_class(spec: KernelSpec) -> None:
         x = torch.randn(tokens, spec.k, device="cuda")
         kind = "bf16" if spec.layout.float_x else "int8_g128" if spec.x_groups else "int8"
         given |= dict(zip(("x", "x_scale", "x_sum"), activation_format(kind).quantize(x, 0), strict=False))
-        given["residual"], found = torch.randn(tokens, width, device="cuda").to(dtype), []
+        given["residual"], result = torch.randn(tokens, width, device="cuda").to(dtype), []
         unroll = spec.layout.min_unroll
         few = replace(spec, tile=Tile(16, 64, 1, spec.parts, unroll, 4, 3), amax=False)
         for each in (few, spec, spec):
@@ -423,10 +423,10 @@ def test_rows_have_the_bits_of_the_decode_class(spec: KernelSpec) -> None:
             given |= {name: torch.zeros(items, dtype=kind, device="cuda") for name, (items, kind) in work}
             given["out"] = torch.full((tokens, width), float("nan"), dtype=dtype, device="cuda")
             launch(kernel(each), 90, each.grid(tokens), {**given, "M": tokens})()
-            found.append(given["out"])
-        assert not found[0].isnan().any() and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+            result.append(given["out"])
+        assert not result[0].isnan().any() and torch.equal(result[0], result[1]) and torch.equal(result[0], result[2])
         if spec.amax:
-            stored = found[0].float().abs().unflatten(1, (spec.amax_parts, -1)).amax(2)
+            stored = result[0].float().abs().unflatten(1, (spec.amax_parts, -1)).amax(2)
             assert torch.equal(given["amax"][:tokens].to(dtype), stored.to(dtype))
 
 

@@ -36,7 +36,7 @@ def interpret_gemv() -> None:
         for options in cases:
             width = options["width"]
             bias, residual = torch.randn(n), torch.randn(4, width)
-            found = []
+            result = []
             gemv = Tile(1, 32, unroll=2, warps=1, stages=1), Tile(3, 8, unroll=2, stages=3), Tile(1, 16, unroll=4)
             for cut in (Tile(16, 32, unroll=2), *gemv):
                 spec = KernelSpec(format, n, k, cut, bias=True, inline_asm=False, out="f32", **options)
@@ -48,15 +48,15 @@ def interpret_gemv() -> None:
                     spec = replace(spec, amax=True)
                     given["amax"] = torch.full((4, n // cut.rows), float("nan"))
                 load(spec)[spec.grid(4)](*(given[a.name] for a in arguments_of(spec)))
-                found.append(given["out"])
+                result.append(given["out"])
                 if spec.amax:
                     assert torch.equal(given["amax"], given["out"].abs().unflatten(1, (-1, cut.rows // 2)).amax(2))
-            assert not found[0].isnan().any()
-            assert all(torch.equal(found[0], each) for each in found[1:]), (format, options)
+            assert not result[0].isnan().any()
+            assert all(torch.equal(result[0], each) for each in result[1:]), (format, options)
             if "gated" in options:
                 y = reference(x, weight_format(format).dequantize(unpack_gpu(packed, format), k), bias)
                 want = gate(y.float(), "silu", width).double()
-                assert (found[0] - want).norm() / want.norm() < 1e-5
+                assert (result[0] - want).norm() / want.norm() < 1e-5
 
 
 def interpret_gemv_floats() -> None:
@@ -78,7 +78,7 @@ def interpret_gemv_floats() -> None:
         packed = pack_gpu(parts, packing_of(format))
         for x_groups, count in ((False, 1), (False, 4), (True, 2)):
             x = activation_format("int8_g128" if x_groups else "int8").quantize(torch.randn(4, k), 0)
-            found = []
+            result = []
             gemv = [Tile(tokens, rows, sliced_k=count, warps=1, stages=2) for tokens, rows in ((1, 32), (3, 8))]
             for cut in (Tile(16, 32, split_k=count), *gemv):
                 options = {"bias": True, "residual": True, "width": 28, "out": "f32", "x_groups": x_groups}
@@ -90,10 +90,10 @@ def interpret_gemv_floats() -> None:
                     words = {name: given[name].view(torch.int32) for name in ("x", "w", "low") if name in given}
                     given |= words
                 load(spec)[spec.grid(4)](*(given[a.name] for a in arguments_of(spec)))
-                found.append(given["out"])
-            assert all(torch.equal(found[0], each) for each in found[1:]), (format, far, x_groups, count)
+                result.append(given["out"])
+            assert all(torch.equal(result[0], each) for each in result[1:]), (format, far, x_groups, count)
             want = reference(x, weight_format(number_format).dequantize(parts, k)[:28], bias[:28], residual)
-            assert (found[0] - want).norm() / want.norm() < 1e-5
+            assert (result[0] - want).norm() / want.norm() < 1e-5
 
 
 def interpret_parts() -> None:
@@ -104,14 +104,14 @@ def interpret_parts() -> None:
     x = torch.randn(3, 768)
     for group, amax_parts in ((0, 48), (128, 0)):
         whole = RowSpec(768, 768, 768, out="q8", group=group)
-        found = []
+        result = []
         for spec, grid in ((whole, (3, 1, 1)), (replace(whole, width=256, blocks=3, amax_parts=amax_parts), (3, 3, 1))):
             given = {"x": x, "out": torch.empty(3, 768, dtype=torch.int8), "out_scale": torch.full((3, 6), 0.0)}
             given["amax"] = x.abs().unflatten(1, (48, 16)).amax(2)
             kernel = spec.kernel(80)
             gpu_compile.load(kernel)[grid](*(given[a.name] for a in kernel.arguments))
-            found.append((given["out"], given["out_scale"]))
-        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+            result.append((given["out"], given["out_scale"]))
+        assert all(torch.equal(one, other) for one, other in zip(*result, strict=True))
 
 
 def interpret_norms() -> None:
@@ -143,9 +143,9 @@ def interpret_rows_behind_the_last() -> None:
 
     memory = torch.randn(8, 96, generator=torch.Generator().manual_seed(2))
     memory[5:] = torch.nan
-    found, index = torch.zeros(4, 96), torch.tensor([0, 4, 5, 7], dtype=torch.int32)
-    gpu_compile.load(RowSpec(96, 96, 96, indexed=True, last=4).kernel(80))[(4, 1, 1)](memory, found, index)
-    assert torch.equal(found, memory[[0, 4, 4, 4]])
+    result, index = torch.zeros(4, 96), torch.tensor([0, 4, 5, 7], dtype=torch.int32)
+    gpu_compile.load(RowSpec(96, 96, 96, indexed=True, last=4).kernel(80))[(4, 1, 1)](memory, result, index)
+    assert torch.equal(result, memory[[0, 4, 4, 4]])
 
 
 def test_numerics_in_the_interpreter() -> None:

@@ -58,10 +58,10 @@ class Weight:
         w[7, 5] = 900 if far else w[7, 5]
         if format == "mix_4_8":
             wide = torch.rand(n) < 0.3
-            parts, found = MIX_4_8.quantize_rows(w, wide), GPU_PACKING.mixed(wide, False, k)
+            parts, result = MIX_4_8.quantize_rows(w, wide), GPU_PACKING.mixed(wide, False, k)
             types = {"groups": torch.int32, "columns": torch.int32}
-            self.packed = {role: blob.view(types.get(role, torch.int8)) for role, blob in found.blobs(parts).items()}
-            self.shape: dict[str, Any] = {"n": 16 * found.blocks, "width": n, "wide": found.wide}
+            self.packed = {role: blob.view(types.get(role, torch.int8)) for role, blob in result.blobs(parts).items()}
+            self.shape: dict[str, Any] = {"n": 16 * result.blocks, "width": n, "wide": result.wide}
             self.dense = weight_format(format).dequantize(parts, k)
         else:
             self.packed = pack_gpu(weight_format(number_format(packing)).quantize(w), packing)
@@ -90,14 +90,14 @@ def check(weight: Weight, spec: KernelSpec, rows: int = 21) -> None:
     x, width = activation_format(kind).quantize(torch.randn(rows, spec.k), 0), spec.width or spec.n
     dtype = torch.float32 if spec.out == "f32" else torch.bfloat16
     bias, residual = torch.randn(2 * width if spec.gated else width), torch.randn(rows, width).to(dtype)
-    found = weight.product(spec, x, bias=bias, residual=residual)
+    result = weight.product(spec, x, bias=bias, residual=residual)
     added = (bias if spec.bias else None, residual if spec.residual else None)
     if spec.gated:
         y = reference(x, weight.dense, bias if spec.bias else None).unflatten(-1, (-1, 2, GATE_BLOCK))
         want = (torch.nn.functional.silu(y[..., 0, :]) * y[..., 1, :]).flatten(-2)
     else:
         want = reference(x, weight.dense[:width], *added)
-    error = ((found.double() - want).norm() / want.norm()).item()
+    error = ((result.double() - want).norm() / want.norm()).item()
     assert error < MOST_ERROR, (spec, error)
 
 
@@ -197,10 +197,10 @@ def test_many_tokens_of_integer_sums(format: str) -> None:
     check(one, one.spec(replace(MANY, persistent=True), gated="silu", width=128), 290)
     x = activation_format("int8").quantize(torch.randn(270, 512), 0)
     many, few = (one.spec(tile, out="f32") for tile in (MANY, replace(SMALL, split_k=1)))
-    found = one.product(many, x, 1, residual=torch.zeros(1))
+    result = one.product(many, x, 1, residual=torch.zeros(1))
     rows = [0, 63, 64, 255, 256, 269]
     alone = one.product(few, [part[rows].contiguous() for part in x], 1, residual=torch.zeros(1))
-    assert torch.equal(found[rows], alone)
+    assert torch.equal(result[rows], alone)
 
 
 @pytest.mark.parametrize("format", ["nested_8_4", "w4_asym_g128", "mix_4_8"])
@@ -216,14 +216,14 @@ def test_a_row_has_its_bits_whatever_else_is_in_the_step(format: str) -> None:
     """Sums of groups are exact, and added in the order of the inputs, by tiles for few rows and for many."""
     one = Weight(format, 64, 1024)
     x = activation_format("int8").quantize(torch.randn(70, 1024), 0)
-    found = []
+    result = []
     for tile, rows in ((SMALL, 1), (SMALL, 17), (replace(SMALL, tokens=64), 70), (replace(SMALL, split_k=1), 3)):
         spec = one.spec(tile, out="f32")
         if tile.split_k == 1 and spec.float_sum:
             continue
         out = one.product(spec, [part[:rows].contiguous() for part in x], residual=torch.zeros(1))
-        found.append(out[:1])
-    assert all(torch.equal(found[0], each) for each in found[1:])
+        result.append(out[:1])
+    assert all(torch.equal(result[0], each) for each in result[1:])
 
 
 class Prompt:
@@ -270,7 +270,7 @@ class Prompt:
 
     def wanted(self, spec: AttentionSpec) -> Tensor:
         """In float64."""
-        found = []
+        result = []
         for sequence, (begin, end) in enumerate(zip(self.start[:-1], self.start[1:], strict=True)):
             pages = self.table[sequence].long()
             k, v = (x[pages].transpose(0, 1).flatten(1, 2).double() for x in (self.k, self.v))  # [heads, tokens, dim]
@@ -286,8 +286,8 @@ class Prompt:
                 sinks = self.sinks.double().view(self.kv.heads, -1, 1, 1).expand(*score.shape[:-1], 1)
                 score = torch.cat((score, sinks), -1)
             weights = score.softmax(-1)[..., : k.shape[1]]
-            found.append(torch.einsum("hgqt,htd->qhgd", weights, v).flatten(1))
-        return torch.cat(found)
+            result.append(torch.einsum("hgqt,htd->qhgd", weights, v).flatten(1))
+        return torch.cat(result)
 
 
 def random_pages(kv: GpuKV, pages: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -304,11 +304,11 @@ def random_pages(kv: GpuKV, pages: int) -> tuple[Tensor, Tensor, Tensor]:
     zero = torch.randint(0, 2**kv.bits, scale.shape)
     words = scale.view(torch.int32) & -256 | zero.int()
     memory[..., 2 * kv.part_bytes :] = words.flatten(2).view(torch.int8)
-    scale, found = (words & -256).view(torch.float32), []
+    scale, result = (words & -256).view(torch.float32), []
     for part, x in enumerate((k, v)):
         codes = torch.cat([x.int() >> kv.bits * plane & 2**kv.bits - 1 for plane in range(kv.planes)], -1)
-        found.append((codes.float() - zero[:, :, part, :, None]) * scale[:, :, part, :, None])
-    return memory, *found
+        result.append((codes.float() - zero[:, :, part, :, None]) * scale[:, :, part, :, None])
+    return memory, *result
 
 
 def prompt_spec(prompt: Prompt, **more: Any) -> AttentionSpec:
@@ -340,11 +340,11 @@ FIRST = (
 def test_attention_of_warp_groups(format: str, scores: str, size: str) -> None:
     prompt = Prompt(format, SIZES[size], *UNEVEN)
     spec = prompt_spec(prompt, **SCORES[scores])
-    want, found = prompt.wanted(spec), prompt.attend(spec)
-    error = ((found - want).norm() / want.norm()).item()
+    want, result = prompt.wanted(spec), prompt.attend(spec)
+    error = ((result - want).norm() / want.norm()).item()
     assert error < MOST_ERROR, error
     if format != "kv16" and (size == "groups of 7" or scores == "plain"):
-        assert torch.equal(prompt.attend(replace(spec, unpacked=True)), found)
+        assert torch.equal(prompt.attend(replace(spec, unpacked=True)), result)
 
 
 def test_many_splits_are_merged_by_groups() -> None:
@@ -363,9 +363,9 @@ def test_rows_that_are_not_written_do_not_count(format: str, unpacked: bool) -> 
         page[:, 1, 6:] = math.nan
     else:
         page[:, 2 * prompt.kv.part_bytes :].view(torch.float32).unflatten(-1, (2, 64))[..., 6:] = math.nan
-    found = prompt.attend(prompt_spec(prompt, unpacked=unpacked))
+    result = prompt.attend(prompt_spec(prompt, unpacked=unpacked))
     want = Prompt(format, (4, 1, 64), [5], [70]).wanted(prompt_spec(prompt))
-    assert ((found - want).norm() / want.norm()).item() < MOST_ERROR
+    assert ((result - want).norm() / want.norm()).item() < MOST_ERROR
 
 
 FAULTS = {
@@ -400,10 +400,10 @@ def test_a_stage_that_is_released_too_early_is_overwritten() -> None:
     early = source[:at] + release + " " * 16 + "mbarrier.wait(empty.index(last), behind)\n" + " " * 16 + source[at:]
     want = prompt.wanted(spec)
     try:
-        found = prompt.attend_by(replace(kernel, source=early), spec)
+        result = prompt.attend_by(replace(kernel, source=early), spec)
     except Deadlock:
         return
-    assert ((found - want).norm() / want.norm()).item() > MOST_ERROR
+    assert ((result - want).norm() / want.norm()).item() > MOST_ERROR
 
 
 NAMES = "{% from 'gluon_names.jinja' import gluon_names %}{{ gluon_names(barrier=true, reinterpret=true) }}"
@@ -418,6 +418,6 @@ def test_functions_have_the_names_of_the_installed_triton(version: str) -> None:
     )
     gluon = old if version == "3.6" else new
     gluon.shared_memory_descriptor = gluon
-    found: dict[str, Any] = {"async_copy": gluon, "tl": gluon}
-    exec(gpu_kernel.templates().from_string(NAMES).render(), found)
-    assert (found["async_load"], found["block_barrier"], found["reinterpret"]) == ("load", "barrier", "reinterpret")
+    result: dict[str, Any] = {"async_copy": gluon, "tl": gluon}
+    exec(gpu_kernel.templates().from_string(NAMES).render(), result)
+    assert (result["async_load"], result["block_barrier"], result["reinterpret"]) == ("load", "barrier", "reinterpret")

@@ -86,14 +86,14 @@ def interpret_every_expert() -> None:
     index = torch.full((tokens, 32), -1, dtype=torch.int32)
     gpu_compile.load(EverySpec(experts, 32).kernel(80))[(tokens, 1, 1)](index)
     assert torch.equal(index[:, :experts], torch.arange(experts, dtype=torch.int32).expand(tokens, -1))
-    found = []
+    result = []
     for every in (False, True):
         spec = BlocksSpec(experts, experts, 32, 4, 16, every)
         order = torch.full((tokens * experts,), -1, dtype=torch.int32)
         blocks = torch.full((spec.list, 3), -1, dtype=torch.int32)
         gpu_compile.load(spec.kernel(80))[(experts, 1, 1)](index, order, blocks, tokens)
-        found.append((order, blocks[blocks[:, 0] >= 0]))
-    for sorted_one, direct in zip(*found, strict=True):
+        result.append((order, blocks[blocks[:, 0] >= 0]))
+    for sorted_one, direct in zip(*result, strict=True):
         assert torch.equal(sorted_one, direct)
 
 
@@ -153,19 +153,19 @@ class Steps:
 
     def run(self, spec: LatentSpec) -> dict[str, Tensor]:
         """What a kernel writes."""
-        found = {"out": torch.full((len(self.q), self.heads, 128), math.nan)}
+        result = {"out": torch.full((len(self.q), self.heads, 128), math.nan)}
         places = len(self.q), self.heads, self.splits
-        found |= {"parts": torch.full((*places, 128), math.nan), "stats": torch.full((*places, 2), math.nan)}
-        given = {"q": self.q, "kv": self.pages, "positions": self.positions, "query_start": self.start, **found}
+        result |= {"parts": torch.full((*places, 128), math.nan), "stats": torch.full((*places, 2), math.nan)}
+        given = {"q": self.q, "kv": self.pages, "positions": self.positions, "query_start": self.start, **result}
         given |= {"block_table": self.table, "sinks": self.sinks}
         programs = -(-max(self.counts) * self.heads // spec.rows) + 1  # one more than any sequence has rows for
         grid = (programs, len(self.counts), 1 if spec.cut == "whole" else self.splits)
         launch(spec.kernel(90), grid, {**given, "table_stride": self.table.shape[1], "splits": self.splits})
-        return found
+        return result
 
-    def merged(self, found: dict[str, Tensor]) -> Tensor:
+    def merged(self, result: dict[str, Tensor]) -> Tensor:
         """Partial results of splits, added in order."""
-        best, (parts, stats) = torch.full((len(self.q), self.heads), -1e30), (found["parts"], found["stats"])
+        best, (parts, stats) = torch.full((len(self.q), self.heads), -1e30), (result["parts"], result["stats"])
         total, acc = torch.zeros_like(best), torch.zeros(*best.shape, 128)
         for split in range(self.splits):
             m, count, part = stats[:, :, split, 0], stats[:, :, split, 1], parts[:, :, split]
@@ -180,7 +180,7 @@ class Steps:
 
     def wanted(self) -> Tensor:
         """In float64."""
-        found, spec = [], self.spec
+        result, spec = [], self.spec
         for sequence, (begin, end) in enumerate(zip(self.start[:-1], self.start[1:], strict=True)):
             keys = self.pages[self.table[sequence].long()].flatten(0, 1).double().nan_to_num()
             q = self.q[begin:end].double().unflatten(1, (self.heads, 192))
@@ -193,8 +193,8 @@ class Steps:
             score = score.masked_fill(hidden[:, None], -math.inf)
             if spec.sinks:
                 score = torch.cat((score, self.sinks.double().expand(len(q), -1)[..., None]), -1)
-            found.append(score.softmax(-1)[..., : len(keys)] @ keys[:, 64:])
-        return torch.cat(found)
+            result.append(score.softmax(-1)[..., : len(keys)] @ keys[:, 64:])
+        return torch.cat(result)
 
 
 SCORES: dict[str, dict[str, Any]] = {
@@ -267,8 +267,8 @@ def test_compiled_for_every_architecture(target: str, heads: int, format: str, c
     for cut in ("split", "whole"):
         spec = LatentSpec(kv, heads, heads * 576 + 576, 0.1, cut=cut)  # type: ignore[arg-type]
         spec = shape_for(spec, gpu.capability, gpu.shared_bytes)
-        found = compiled(spec.kernel(gpu.capability), gpu.capability)
-        assert found.matrix and found.shared_bytes <= gpu.shared_bytes
+        result = compiled(spec.kernel(gpu.capability), gpu.capability)
+        assert result.matrix and result.shared_bytes <= gpu.shared_bytes
 
 
 @pytest.mark.parametrize("format", ["kv16", "kv8", "kv4"])

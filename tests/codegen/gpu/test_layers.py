@@ -59,10 +59,10 @@ def interpret_chunks() -> None:
     machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs, rows=192)
     for machine.fine in (0, 100):
         machine.forget()
-        found = [
+        result = [
             machine.step([Chunk(ids[0, a:b].tolist(), a, pages)])[0] for a, b in ((0, 146), (146, 166), (166, 170))
         ]
-        error = ((torch.cat(found).double() - wanted).norm() / wanted.norm()).item()
+        error = ((torch.cat(result).double() - wanted).norm() / wanted.norm()).item()
         assert error < ERRORS["kv16"], error
 
 

@@ -131,9 +131,9 @@ def interpret_engine(how: str) -> None:
         machine.let_kernels_choose(samples)
         engine = machine.engine(gamma)
         requests = [engine.add(PROMPTS[i], params[i], grammar=params[i].structure and GRAMMAR) for i in chosen]
-        found = machine.run(engine, requests)
+        result = machine.run(engine, requests)
         reports = [(request.output.logprobs, request.prompt_report.logprobs) for request in requests]
-        return list(zip(found, reports, strict=True))
+        return list(zip(result, reports, strict=True))
 
     by_host = generate(False, 0)
     for one, (tokens, _) in zip(params, by_host, strict=True):

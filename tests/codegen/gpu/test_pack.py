@@ -44,13 +44,13 @@ def test_rows_of_two_widths_are_packed_apart(fraction: float) -> None:
     torch.manual_seed(0)
     wide = torch.rand(80) < fraction
     parts = MIX_4_8.quantize_rows(weight(80, 256), wide)
-    found = GPU_PACKING.mixed(wide, False, 256)
-    blobs = found.blobs(parts)
-    assert {role: blob.numel() for role, blob in blobs.items()} == found.sizes
+    result = GPU_PACKING.mixed(wide, False, 256)
+    blobs = result.blobs(parts)
+    assert {role: blob.numel() for role, blob in blobs.items()} == result.sizes
     columns = blobs["columns"].view(torch.int32)
-    assert columns.numel() == 16 * found.blocks and found.wide % MIX_ROWS == found.blocks % 4 == 0
+    assert columns.numel() == 16 * result.blocks and result.wide % MIX_ROWS == result.blocks % 4 == 0
     real = columns[columns >= 0]
-    assert sorted(real.tolist()) == list(range(80)) and wide[real].sum() == (columns[: found.wide] >= 0).sum()
+    assert sorted(real.tolist()) == list(range(80)) and wide[real].sum() == (columns[: result.wide] >= 0).sum()
 
 
 @pytest.mark.parametrize("format", PACKINGS)

@@ -89,8 +89,8 @@ def interpret_rows(vocab: int, sequences: int) -> None:
     logits[:, 7], logits[:, 9], logits[:, 5], logits[:, 3] = -0.0, 0.0, -math.inf, 1e-42
     got = changed(texts, logits)
     for row, (bias, want) in enumerate(wanted):
-        found = bias.added(logits[row].numpy()) if bias else logits[row].numpy()
-        expected = torch.from_numpy(penalize(found, *want[0], *want[1]) if want else found)
+        result = bias.added(logits[row].numpy()) if bias else logits[row].numpy()
+        expected = torch.from_numpy(penalize(result, *want[0], *want[1]) if want else result)
         assert torch.equal(got[row].view(torch.int32), expected.view(torch.int32)), row
     at = 0
     for text in texts[:6]:
@@ -158,9 +158,9 @@ def test_arithmetic_is_that_of_python(compiled: Record) -> None:
     from qcompile.codegen.gpu.penalties import penalty_kernel
 
     for capability in (80, 90):
-        found = compiled(penalty_kernel("penalize", 5000, capability), capability)
-        assert {name for name in found.ptx if name.startswith(("div", "fma", "mad"))} == {"div.rn.f32"}
-        assert found.spill_bytes == 0
+        result = compiled(penalty_kernel("penalize", 5000, capability), capability)
+        assert {name for name in result.ptx if name.startswith(("div", "fma", "mad"))} == {"div.rn.f32"}
+        assert result.spill_bytes == 0
 
 
 @pytest.mark.parametrize("how", first(("logits", "shared"), ["decodes", "logits", "shared", "own", "lookup"]))

@@ -68,12 +68,12 @@ def interpret_prompt(way: str) -> None:
         return machine.step([other, Chunk(ids[0, begun:end].tolist(), begun, pages)])[0]
 
     for end in (begun + 18, length):  # a part of a program's rows, or several programs
-        found, usual = step(end, 0), step(end, 100)
-        assert torch.equal(found, usual)
+        result, usual = step(end, 0), step(end, 100)
+        assert torch.equal(result, usual)
         expected = want[[*range(19), *range(begun, end)]]
-        error = ((found.double() - expected).norm() / expected.norm()).item()
+        error = ((result.double() - expected).norm() / expected.norm()).item()
         assert error < RECIPES[recipe], error
-        assert torch.equal(step(end - 1, 0), found[:-1])  # a row's result does not depend on its neighbours
+        assert torch.equal(step(end - 1, 0), result[:-1])  # a row's result does not depend on its neighbours
 
 
 # Every cache, and every option of scores. Steps below have the other sizes of two of the caches.
@@ -129,11 +129,11 @@ def interpret_mixed_steps(recipe: str) -> None:
         assert torch.equal(next_tokens(), left)
         for fine, decoding, order in ((0, "split", [0, 1, 2]), (100, "leaf", [1, 0, 2])):
             target.plan["fine_splits"] = fine
-            found, cuts = step(order)
+            result, cuts = step(order)
             assert cuts == {"whole", decoding}
-            assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
-        found, _ = step([0, 2, 1])  # one in front of the prompt, one behind it
-        assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
+            assert all(torch.equal(*pair) for pair in zip(result, want, strict=True))
+        result, _ = step([0, 2, 1])  # one in front of the prompt, one behind it
+        assert all(torch.equal(*pair) for pair in zip(result, want, strict=True))
 
 
 @pytest.mark.parametrize("recipe", first(("qserve", "quantspec"), ["qserve", "bf16", "quantspec"]))
@@ -152,12 +152,12 @@ def far(format: str, heads: int, kv_heads: int, dim: int, capability: int = 90, 
 def test_both_products_are_of_all_features_at_once(format: str, compiled: Record) -> None:
     """As wgmma, in two programs a multiprocessor, with no more than sums of whole splits spilled."""
     spec = replace(far(format, 32, 8, 128), warp_specialized=False, stages=1)
-    found = compiled(spec.kernel(90), 90)
+    result = compiled(spec.kernel(90), 90)
     halves = "f16" if format == "kv_hier" else "bf16"
-    assert f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{halves}.{halves}" in found.matrix
-    assert all("m64n128k16" in one or "m64n64k16" in one for one in found.matrix)
-    assert found.threads == 128 and found.shared_bytes <= 113 * 1024
-    assert found.spill_bytes <= 600
+    assert f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{halves}.{halves}" in result.matrix
+    assert all("m64n128k16" in one or "m64n64k16" in one for one in result.matrix)
+    assert result.threads == 128 and result.shared_bytes <= 113 * 1024
+    assert result.spill_bytes <= 600
 
 
 @pytest.mark.parametrize("more", [{}, {"window": 1000, "sinks": True}, {"softcap": 30.0}], ids=str)
@@ -167,13 +167,13 @@ def test_consumers_share_what_producers_unpack(format: str, more: dict[str, Any]
     format, *unpacked = format.split()
     spec = replace(far(format, 28, 4, 128, **more), warp_specialized=True, unpacked=bool(unpacked), stages=4)
     assert spec.queries == 2 * (64 // 7)
-    found = compiled(spec.kernel(90), 90)
+    result = compiled(spec.kernel(90), 90)
     keys = "bf16" if format == "kv16" else "f16"
     wanted = {f"wgmma.mma_async.sync.aligned.m64n64k16.f32.{halves}.{halves}" for halves in (keys, "bf16")}
-    assert set(found.matrix) == wanted
-    assert found.threads == 384 and found.shared_bytes <= 227 * 1024
+    assert set(result.matrix) == wanted
+    assert result.threads == 384 and result.shared_bytes <= 227 * 1024
     # Two of three sums of 64 values a thread, which change once a split; versions of Triton differ by a fifth.
-    assert found.spill_bytes <= 700
+    assert result.spill_bytes <= 700
 
 
 def test_where_programs_are_not_warp_specialized() -> None:
@@ -219,11 +219,11 @@ def test_large_heads_take_eight_warps() -> None:
 @pytest.mark.parametrize("format", ["kv4", "kv8", "kv16"])
 def test_large_heads_have_registers_for_the_accumulators_of_a_row(format: str, compiled: Record) -> None:
     """As wgmma, in one program a multiprocessor, with no more than sums of whole splits spilled."""
-    found = compiled(far(format, 16, 2, 256).kernel(90), 90)
-    assert found.matrix and all("wgmma" in one for one in found.matrix)
-    assert found.threads == 256 and found.shared_bytes <= 227 * 1024
+    result = compiled(far(format, 16, 2, 256).kernel(90), 90)
+    assert result.matrix and all("wgmma" in one for one in result.matrix)
+    assert result.threads == 256 and result.shared_bytes <= 227 * 1024
     # 240 to 352 bytes a thread, of 512 for sums of a split and of all splits; by four warps 1,290 to 1,520.
-    assert found.spill_bytes <= 500
+    assert result.spill_bytes <= 500
 
 
 def test_pages_of_prompts_are_unpacked_before_attention_where_all_layers_have_that() -> None:

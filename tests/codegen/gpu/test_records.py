@@ -49,10 +49,10 @@ def kept(path: Path, *kernels: Any) -> Record:
 def test_what_is_recorded_is_not_compiled(tmp_path: Path, compiled_now: list[str]) -> None:
     record = kept(tmp_path / "r.json", *KERNELS)
     assert compiled_now == [kernel.label for kernel in KERNELS]
-    found = [record(kernel, 80) for kernel in KERNELS]
+    result = [record(kernel, 80) for kernel in KERNELS]
     record.check()
-    assert len(compiled_now) == 2 and found[0].registers == 20 and found[0].ptx == {"dp4a.u32": 2}
-    assert found[0].order == [None, None, 1, None, 0] and found[0].matrix == ()
+    assert len(compiled_now) == 2 and result[0].registers == 20 and result[0].ptx == {"dp4a.u32": 2}
+    assert result[0].order == [None, None, 1, None, 0] and result[0].matrix == ()
 
 
 def test_what_changed_is_compiled_and_told(tmp_path: Path, compiled_now: list[str]) -> None:

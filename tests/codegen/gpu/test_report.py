@@ -103,16 +103,16 @@ def interpret_rows(vocab: int, sequences: int) -> None:
             rows.append(Row(index, place, -1 if index % 7 == 6 and place == 0 else token, logits))
     report(sampling, rows)
     for row in rows:
-        found, known = sampling[row.sequence].reports, sampling[row.sequence].known
+        result, known = sampling[row.sequence].reports, sampling[row.sequence].known
         at = row.place + len(known)
-        if found is None or at >= len(found):
+        if result is None or at >= len(result):
             continue
         if row.token < 0:
-            assert np.isnan(found[at]).all()  # as the memory was
+            assert np.isnan(result[at]).all()  # as the memory was
             continue
         token = known[at] if at < len(known) else row.token
-        wanted = logprobs_of(row.logits.numpy(), token, (found.shape[1] - 4) // 2, None)
-        told = reported_logprobs(found[at : at + 1], [token], None)
+        wanted = logprobs_of(row.logits.numpy(), token, (result.shape[1] - 4) // 2, None)
+        told = reported_logprobs(result[at : at + 1], [token], None)
         assert same_logprobs(told, [wanted]), (row, told, wanted)
     for index, draw in enumerate(sampling[:4]):
         if draw.reports is not None:
@@ -206,9 +206,9 @@ def interpret_prompts() -> None:
         params = [{"prompt_logprobs": alternatives} | o for o in rest]
         params[1] |= {"frequency_penalty": 0.5, "logit_bias": {1: 1.5}}
         for request, old in zip(generate(whole, params, rows), before, strict=True):
-            found = request.prompt_report.logprobs
-            assert found and found[0] is None and len(found) == len(old.sequence.tokens)
-            for new, one in zip(found[old.spec.prompt_length :], old.output.logprobs or (), strict=True):
+            result = request.prompt_report.logprobs
+            assert result and result[0] is None and len(result) == len(old.sequence.tokens)
+            for new, one in zip(result[old.spec.prompt_length :], old.output.logprobs or (), strict=True):
                 assert new and one and one.items() <= new.items()  # of three alternatives, or more
     assert not any(asked)
 

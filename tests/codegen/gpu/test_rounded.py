@@ -41,8 +41,8 @@ def interpret_steps(recipe: str) -> None:
             [Rows(texts[0][40:42], 40, pages[0], 2), Rows(texts[1][:41], 0, pages[1], 3)],
             [Rows(texts[k][at : at + 1], at, pages[k], 1) for k, at in enumerate((42, 41))],
         ]
-        found = [torch.tensor(machine.target.step(step, logits=True)[1]) for step in steps]
-        return found, [label for label in launched if label.startswith("rows_bf16")]
+        result = [torch.tensor(machine.target.step(step, logits=True)[1]) for step in steps]
+        return result, [label for label in launched if label.startswith("rows_bf16")]
 
     written, apart = logits()
     assert not apart

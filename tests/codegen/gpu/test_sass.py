@@ -50,8 +50,8 @@ SASS = """
 )
 def test_a_write_to_what_a_product_in_flight_reads_is_found(between: str, left: int, wrong: str | None) -> None:
     for product in ("HGMMA", "IGMMA"):
-        found = sass.overwritten(sass.parse(SASS.format(between, left).replace("HGMMA", product)))
-        assert (found and found[0]) == wrong
+        result = sass.overwritten(sass.parse(SASS.format(between, left).replace("HGMMA", product)))
+        assert (result and result[0]) == wrong
 
 
 def test_machine_code_that_writes_what_is_in_flight_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_what_triton_pipelines_is_refused_too_where_it_does_not_wait(
 ) -> None:
     needs_triton()
     monkeypatch.setenv("QCOMPILE_CACHE", str(tmp_path))
-    found = kernel(PLAIN[1])
-    hasty = replace(found, source=found.source.replace("        acc = after_mma(acc)\n", ""))
+    result = kernel(PLAIN[1])
+    hasty = replace(result, source=result.source.replace("        acc = after_mma(acc)\n", ""))
     with pytest.raises(UnsupportedError, match="write what the tensor cores still read"):
         gpu_compile.compile_kernel(hasty, 90)
     assert not list(tmp_path.iterdir())

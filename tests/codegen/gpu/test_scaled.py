@@ -29,11 +29,11 @@ def interpret_step(format: str, turn: str) -> None:
     want = graph.run(*inputs)[0]
     machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=32, inline_asm=False), blobs, rows=64)
     pages = inputs[3].tolist()[0]
-    first, found = (machine.step([Chunk(ids[0, a:b].tolist(), a, pages)])[0] for a, b in ((0, 15), (15, 19)))
+    first, result = (machine.step([Chunk(ids[0, a:b].tolist(), a, pages)])[0] for a, b in ((0, 15), (15, 19)))
     alone = machine.step([Chunk(ids[0, -1:].tolist(), 18, pages)])[0]
-    assert torch.equal(alone, found[-1:])
-    found = torch.cat((first, found))
-    assert ((found.double() - want).norm() / want.norm()).item() < 0.01  # keys and values in bf16, or codes of 8 bits
+    assert torch.equal(alone, result[-1:])
+    result = torch.cat((first, result))
+    assert ((result.double() - want).norm() / want.norm()).item() < 0.01  # keys and values in bf16, or codes of 8 bits
 
 
 def test_steps_interpreted() -> None:

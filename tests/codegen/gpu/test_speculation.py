@@ -45,8 +45,8 @@ def interpret_rounds(recipe: str) -> None:
         return machine.run(engine, requests), requests
 
     plain, _ = generate(0)
-    found, requests = generate(2)
-    assert found == plain
+    result, requests = generate(2)
+    assert result == plain
     assert machine.driver.replays > 0  # rounds are graphs
     rate = sum(r.drafts.metrics.acceptance_rate or 0 for r in requests) / len(requests)
     assert rate > 0.6, rate  # the draft is nearly the target
@@ -60,8 +60,8 @@ def interpret_rounds(recipe: str) -> None:
     garbage = machine.driver.keep(torch.randint(0, 256, (size,), dtype=torch.uint8))
     draft.launcher._weights = {**draft.launcher._weights, head: garbage}
     draft.launcher.forget()
-    found, requests = generate(3, range(2))
-    assert found == plain[:2]
+    result, requests = generate(3, range(2))
+    assert result == plain[:2]
     assert sum(r.drafts.metrics.acceptance_rate or 0 for r in requests) / len(requests) < 0.5
 
 
@@ -71,13 +71,13 @@ def interpret_rounds_of_a_ring() -> None:
 
     torch.manual_seed(0)
     machine = Machine(decoder(**SMALL), "quantspec", pages=20, max_tokens=300, split=128, fine=True)
-    found = []
+    result = []
     for gamma in (0, 3):
         engine = machine.engine(gamma)
         params = SamplingParams(max_tokens=7, **GREEDY)  # type: ignore[arg-type]
         requests = [engine.add([(7 * i) % SMALL["vocab"] for i in range(252)], params)]
-        found.append(machine.run(engine, requests))
-    assert found[0] == found[1]
+        result.append(machine.run(engine, requests))
+    assert result[0] == result[1]
     assert sum(requests[0].drafts.metrics.drafted) >= 3
 
 
@@ -135,9 +135,9 @@ def test_acceptance_interpreted() -> None:
 def test_drafts_share_the_weights_of_their_target() -> None:
     """What a draft reads is the target's, byte for byte: the scales of its activations are all that is new."""
     model = decoder(**SMALL)
-    found = pipeline.plan(model, target="h200", recipe="qspec")
+    result = pipeline.plan(model, target="h200", recipe="qspec")
     alone = pipeline.plan(model, target="h200", recipe="w4a16")
-    sizes = [sum(size for w in plan.weights for _, size in w.blobs) for plan in (found, alone)]
+    sizes = [sum(size for w in plan.weights for _, size in w.blobs) for plan in (result, alone)]
     assert sizes[0] == sizes[1]
 
 
@@ -154,15 +154,15 @@ def interpret_graphs_of_rounds(draft: str) -> None:
     # A text in which something recurs, and one that a draft is right about now and then.
     first, counts = ([31], (8, 2)) if draft == "lookup" else ([34], (10, 3))
     params = [SamplingParams(max_tokens=count, **GREEDY) for count in counts]  # type: ignore[arg-type]
-    found, kept = [], []
+    result, kept = [], []
     for gamma, speculator in ((0, None), (2, graphs), (2, HostSpeculator(machine.target, graphs.stages))):
         machine.speculator = speculator
         engine = machine.engine(gamma)
         fix_calls(engine, 3)
         requests = [engine.add(prompt, one) for prompt, one in zip((first, [5, 9, 11]), params, strict=True)]
-        found.append(machine.run(engine, requests))
+        result.append(machine.run(engine, requests))
         kept.append([(r.drafts.metrics.rounds, r.drafts.metrics.drafted, r.drafts.metrics.accepted) for r in requests])
-    assert found[1] == found[2] == found[0]
+    assert result[1] == result[2] == result[0]
     assert kept[1] == kept[2] and machine.driver.replays > 0
     rounds, drafted, accepted = kept[1][0]
     assert 0 < accepted[0] < drafted[0] <= rounds
@@ -199,12 +199,12 @@ def interpret_lookup() -> None:
                 known = array("i", text + new * turn)
                 assert tensors["length"][s] == len(known)
                 assert tensors["text"][s * TEXT_TOKENS :][: len(known)].tolist() == known.tolist()
-                found = lookup.look_up(known, match, min(most[s], left[s] - 1), shortest)
+                result = lookup.look_up(known, match, min(most[s], left[s] - 1), shortest)
                 drafts = [int(tensors["decoded"][j * count + s]) for j in range(rows - 1)]
-                assert tensors["drafted"][turn * count + s] == found
-                want = known.tolist()[len(known) - found :] + [-2] * rows
+                assert tensors["drafted"][turn * count + s] == result
+                want = known.tolist()[len(known) - result :] + [-2] * rows
                 assert drafts == want[: rows - 1]
-                proposed += found > 0
+                proposed += result > 0
     assert proposed > 10
 
 
@@ -225,12 +225,12 @@ def interpret_levels() -> None:
     drawn = SamplingParams(max_tokens=3, temperature=0.8, seed=3, ignore_eos=True)
     params = [SamplingParams(max_tokens=9, **GREEDY), SamplingParams(max_tokens=6, **GREEDY)]  # type: ignore[arg-type]
     for every in (params, [drawn]):
-        found = []
+        result = []
         for gamma in (0, 3):
             engine = machine.engine(gamma)
             requests = [engine.add(prompt, one) for prompt, one in zip(prompts[-len(every) :], every, strict=True)]
-            found.append(machine.run(engine, requests))
-        assert found[0] == found[1]
+            result.append(machine.run(engine, requests))
+        assert result[0] == result[1]
         assert sum(requests[-1].drafts.metrics.drafted) > 0
 
 

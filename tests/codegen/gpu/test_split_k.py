@@ -37,8 +37,8 @@ def guarded(part: torch.Tensor) -> torch.Tensor:
     memory = mmap.mmap(-1, before + mmap.PAGESIZE)
     place = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + before
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(place), mmap.PAGESIZE, 0) == 0
-    found = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=before - size)
-    return found.view(part.dtype).view(part.shape).copy_(part)
+    result = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=before - size)
+    return result.view(part.dtype).view(part.shape).copy_(part)
 
 
 def made(spec: KernelSpec, packed: dict[str, torch.Tensor], x: list[torch.Tensor]) -> torch.Tensor:
@@ -66,10 +66,10 @@ def interpret_integers() -> None:
         gemv = [Tile(1, 8, unroll=4, warps=1, stages=stages) for stages in (1, 2, 3, 4)]
         gemv += [Tile(3, 32, unroll=8, stages=2), Tile(1, 16, unroll=16, stages=1)]
         cuts = [Tile(16, 32, unroll=2), Tile(16, 32, unroll=2, split_k=2), Tile(16, 32, unroll=2, split_k=3), *gemv]
-        found = [made(KernelSpec(format, N, k, cut, inline_asm=False, out="f32"), packed, x) for cut in cuts]
+        result = [made(KernelSpec(format, N, k, cut, inline_asm=False, out="f32"), packed, x) for cut in cuts]
         want = reference(x, weight_format(format).dequantize(unpack_gpu(packed, format), k))
-        assert (found[0] - want).norm() / want.norm() < 1e-5
-        assert all(torch.equal(found[0], each) for each in found[1:]), format
+        assert (result[0] - want).norm() / want.norm() < 1e-5
+        assert all(torch.equal(result[0], each) for each in result[1:]), format
 
 
 def interpret_floats() -> None:
@@ -93,11 +93,11 @@ def interpret_floats() -> None:
             kind = "bf16" if specs[0].layout.float_x else "int8_g128" if x_groups else "int8"
             x = activation_format(kind).quantize(torch.randn(ROWS, k), 0)
             assert all(spec.k_parts.longer for spec in specs) or format == "bf16", specs
-            found = [made(spec, packed, x) for spec in specs]
+            result = [made(spec, packed, x) for spec in specs]
             want = reference(x, dense)
             # bf16 weights and activations are multiplied exactly; sums are float32.
-            assert (found[0] - want).norm() / want.norm() < 1e-5, (format, count)
-            assert all(torch.equal(found[0], each) for each in found[1:]), (format, far, x_groups, count)
+            assert (result[0] - want).norm() / want.norm() < 1e-5, (format, count)
+            assert all(torch.equal(result[0], each) for each in result[1:]), (format, far, x_groups, count)
 
 
 def test_numerics_in_the_interpreter() -> None:

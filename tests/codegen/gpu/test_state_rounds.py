@@ -37,15 +37,15 @@ def interpret_rounds(target: str, draft: str) -> None:
     graphs = machine.speculator
     assert isinstance(graphs, CudaRounds)
     params = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (7, 2)]
-    found, kept = [], []
+    result, kept = [], []
     for gamma, speculator in ((0, None), (2, graphs), (2, HostSpeculator(machine.target, graphs.stages))):
         machine.speculator = speculator
         engine = machine.engine(gamma)
         fix_calls(engine, 3)
         requests = [engine.add(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
-        found.append(machine.run(engine, requests))
+        result.append(machine.run(engine, requests))
         kept.append([(r.drafts.metrics.rounds, r.drafts.metrics.drafted, r.drafts.metrics.accepted) for r in requests])
-    assert found[1] == found[2] == found[0]
+    assert result[1] == result[2] == result[0]
     assert kept[1] == kept[2] and machine.driver.replays > 0
     assert sum(kept[1][0][1]) > 0
     if target == "states" and draft != "attention":

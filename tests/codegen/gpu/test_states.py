@@ -91,10 +91,10 @@ class Layer:
             each.long() for each in _step_arrays(chunks, "positions", "row_sequence", "state_slots", "certain")
         )
         q, k, v, decay, gain = (operands.get(each) for each in ("q", "k", "v", "decay", "gain"))
-        found: list[Tensor] = ops.reference("recurrence_step")(
+        result: list[Tensor] = ops.reference("recurrence_step")(
             *(q, k, v, decay, self.rates, gain, positions, sequence, slots, certain, states, self.spec.delta, OFFSET)
         )
-        return found
+        return result
 
 
 def _step_arrays(chunks: list[Chunk], *names: str) -> list[Tensor]:
@@ -130,8 +130,8 @@ def interpret_recurrence(name: str) -> None:
     states[1] = float("nan")  # a slot of garbage: its sequence begins
     operands = layer.operands(14)
     wanted, after = layer.reference(operands, states, chunks)
-    found = layer.run(operands, states, chunks)
-    assert ((found - wanted).norm() / wanted.norm()).item() < ROUNDING
+    result = layer.run(operands, states, chunks)
+    assert ((result - wanted).norm() / wanted.norm()).item() < ROUNDING
     held = after.isfinite()
     assert torch.equal(states.isfinite(), held)
     assert (states - after)[held].abs().max().item() < 10 * ROUNDING
@@ -242,12 +242,12 @@ def interpret_step(attention: bool) -> None:
     wanted = graph.run(*inputs)[0]
     pages = inputs[3].tolist()
     machine = Interpreter(program, plan, blobs)
-    found, _ = machine.step([Chunk(ids[s].tolist(), 0, pages[s], slot=s) for s in range(2)])
-    assert ((found.double() - wanted).norm() / wanted.norm()).item() < 0.02  # weights and inputs in bf16
-    again, last = Interpreter(program, plan, blobs), found
+    result, _ = machine.step([Chunk(ids[s].tolist(), 0, pages[s], slot=s) for s in range(2)])
+    assert ((result.double() - wanted).norm() / wanted.norm()).item() < 0.02  # weights and inputs in bf16
+    again, last = Interpreter(program, plan, blobs), result
     for start, end in ((0, 17), (17, 18), (18, 20)):
         last, _ = again.step([Chunk(ids[s, start:end].tolist(), start, pages[s], slot=s) for s in range(2)])
-    assert ((last[-1] - found[-1]).norm() / found[-1].norm()).item() < 1e-3  # other GEMM kernels for few rows
+    assert ((last[-1] - result[-1]).norm() / result[-1].norm()).item() < 1e-3  # other GEMM kernels for few rows
 
 
 @pytest.mark.parametrize("attention", [True, False])

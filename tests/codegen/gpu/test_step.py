@@ -156,9 +156,9 @@ def interpret_scales_of_filled_rows() -> None:
     codes, scales, *_ = activation_format("int8_g128").quantize(x, 384)
     for blocks in (1, 3):
         spec = RowSpec(384 // blocks, 384, 512, out="q8", group=128, row_scales=4, blocks=blocks)
-        found, own = torch.zeros(2, 512, dtype=torch.int8), torch.zeros(2, 4)
-        load(spec.kernel(80))[2, blocks, 1](x, found, own)
-        assert torch.equal(found[:, :384], codes) and not found[:, 384:].any()
+        result, own = torch.zeros(2, 512, dtype=torch.int8), torch.zeros(2, 4)
+        load(spec.kernel(80))[2, blocks, 1](x, result, own)
+        assert torch.equal(result[:, :384], codes) and not result[:, 384:].any()
         assert torch.equal(own[:, :3], scales) and not own[:, 3:].any()
 
 
@@ -184,13 +184,13 @@ def interpret_xielu() -> None:
     sizes = torch.logspace(-8, 1.5, 88)
     x = torch.stack((-sizes, torch.randn(88, generator=torch.Generator().manual_seed(2))))
     x[1, :6] = torch.tensor([0, -0.0, -1e-6, -0.2499, -0.25, -90])
-    curve, found = torch.tensor([0.8, 1.3, 0.5, -1e-6]), torch.zeros(2, 2, 88)
+    curve, result = torch.tensor([0.8, 1.3, 0.5, -1e-6]), torch.zeros(2, 2, 88)
     wanted = ops.xielu(x.double(), curve)
     for blocks in (1, 2):
         load(RowSpec(88 // blocks, 88, 88, unary="xielu", blocks=blocks).kernel(80))[2, blocks, 1](
-            x, found[blocks - 1], curve
+            x, result[blocks - 1], curve
         )
-    assert ((found[0] - wanted).abs() <= 3e-7 * (x.abs() + wanted.abs())).all() and torch.equal(found[0], found[1])
+    assert ((result[0] - wanted).abs() <= 3e-7 * (x.abs() + wanted.abs())).all() and torch.equal(result[0], result[1])
 
 
 def test_xielu_interpreted() -> None:
@@ -202,10 +202,10 @@ def interpret_softplus() -> None:
     from qcompile.codegen.gpu.compile import load
 
     sizes = torch.logspace(-6, 1.6, 88)
-    x, found = torch.stack((-sizes, sizes)), torch.zeros(2, 88)
+    x, result = torch.stack((-sizes, sizes)), torch.zeros(2, 88)
     wanted = ops.UNARY["softplus"](x.double(), threshold=100)
-    load(RowSpec(88, 88, 88, unary="softplus").kernel(80))[2, 1, 1](x, found)
-    assert ((found - wanted).abs() <= 1e-6 * wanted).all()  # e^x itself is good to about 5e-7 at -40
+    load(RowSpec(88, 88, 88, unary="softplus").kernel(80))[2, 1, 1](x, result)
+    assert ((result - wanted).abs() <= 1e-6 * wanted).all()  # e^x itself is good to about 5e-7 at -40
 
 
 def test_softplus_interpreted() -> None:
@@ -414,9 +414,9 @@ def test_rows_are_quantized_in_parts_where_the_kernel_before_stored_their_amax()
 
 def _amax_parts_of(source: str) -> int:
     """How many amax values of a row a GEMM kernel stores."""
-    found = re.search(r"amax \+ (?:\(token \+ 0\)|rm) \* (\d+) \+ pn", source)
-    assert found
-    return int(found[1])
+    result = re.search(r"amax \+ (?:\(token \+ 0\)|rm) \* (\d+) \+ pn", source)
+    assert result
+    return int(result[1])
 
 
 def test_programs_for_many_rows_have_all_rows_of_mixed_weights() -> None:
@@ -466,12 +466,12 @@ def test_attention_sums_features_alike_in_all_programs(format: str, compiled: Re
     shape = {"hidden": 128, "heads": 4, "kv_heads": 1, "head_dim": 128}
     plan = make_plan(lowered("bf16", passes={"cache.format": format}, **shape)[1], TARGETS["h200"])
     kernels = {label: kernel for label, kernel in plan.kernels.items() if label.startswith("attention")}
-    found = {label: set(compiled.find(sizes_of_sums, kernel, 90)) for label, kernel in kernels.items()}
+    result = {label: set(compiled.find(sizes_of_sums, kernel, 90)) for label, kernel in kernels.items()}
     # Neighbours are added, and of two there is one order.
-    assert len(found) >= 3 and all(sums <= {2} for sums in found.values()), found
+    assert len(result) >= 3 and all(sums <= {2} for sums in result.values()), result
     rows = "the B operands", "warp_specialize("  # there sums are of axes of 2 by themselves
-    few = [sums for label, sums in found.items() if not any(part in kernels[label].source for part in rows)]
-    assert len(few) < len(found) or format == "kv_hier4"
+    few = [sums for label, sums in result.items() if not any(part in kernels[label].source for part in rows)]
+    assert len(few) < len(result) or format == "kv_hier4"
     assert all(2 in sums for sums in few) == (format == "kv4")
 
 

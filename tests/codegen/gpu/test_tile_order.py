@@ -19,12 +19,12 @@ PERSISTENT = Tile(128, 128, 1, 1, 1, 8, 6, unpack_k=128, persistent=True)
 def functions(source: str, first: str, *names: str) -> dict[str, Any]:
     """What a kernel's source says from `first` on, and its functions `names`, for plain numbers."""
     known = SimpleNamespace(constexpr=int, minimum=min, maximum=max, where=lambda c, a, b: a if c else b)
-    found: dict[str, Any] = {"tl": known, "TOKENS": 256, "PROGRAMS": TUNED_ON.multiprocessors}
+    result: dict[str, Any] = {"tl": known, "TOKENS": 256, "PROGRAMS": TUNED_ON.multiprocessors}
     blocks = source.split("\n\n\n")
     constants = source[source.index(first) :].split("\n\n\n")[0] if first else ""
     defined = [block for block in blocks if any(f"def {name}(" in block for name in names)]
-    exec("\n".join((constants, *defined)).replace("@gluon.jit", ""), found)
-    return found
+    exec("\n".join((constants, *defined)).replace("@gluon.jit", ""), result)
+    return result
 
 
 def taken(source: str, tiles: int, token_tiles: int) -> list[tuple[int, int]]:
@@ -47,10 +47,10 @@ def test_tiles_are_taken_in_groups(spec: KernelSpec) -> None:
     source = render(spec)
     group = 1024 // spec.tile.tokens
     for token_tiles in (1, 3, group, group + 1, 4 * group):
-        found = taken(source, token_tiles * 32, token_tiles)
-        assert sorted(found) == [(pm, pn) for pm in range(token_tiles) for pn in range(32)]
-        assert len({pm for pm, _ in found[: 32 * group]}) == min(token_tiles, group)
-        assert len({pn for _, pn in found[: 4 * group]}) == max(4, -(-4 * group // token_tiles))
+        result = taken(source, token_tiles * 32, token_tiles)
+        assert sorted(result) == [(pm, pn) for pm in range(token_tiles) for pn in range(32)]
+        assert len({pm for pm, _ in result[: 32 * group]}) == min(token_tiles, group)
+        assert len({pn for _, pn in result[: 4 * group]}) == max(4, -(-4 * group // token_tiles))
     # Those that copy, and each group of those that multiply, ask for themselves.
     calls = source.count("= tile_coords(tile, token_tiles)") + source.count(
         "= tile_coords(tl.program_id(1) * tl.num_programs(0) +"
@@ -93,11 +93,11 @@ def test_the_last_tiles_are_halved_where_they_leave_most_programs_without_one(n:
         rest = token_tiles * n // 128 % TUNED_ON.multiprocessors
         assert halved == (2 * rest if rest <= TUNED_ON.multiprocessors // 2 else 0)
         assert not halved or (whole % TUNED_ON.multiprocessors == 0 and halved <= TUNED_ON.multiprocessors)
-        found = [
+        result = [
             (*named["item_coords"](item, whole, token_tiles), 256 if item < whole else 128)
             for item in range(whole + halved)
         ]
-        cells = sorted((pn, first + more) for first, pn, size in found for more in range(0, size, 128))
+        cells = sorted((pn, first + more) for first, pn, size in result for more in range(0, size, 128))
         assert cells == [(pn, 128 * half) for pn in range(n // 128) for half in range(2 * token_tiles)]
 
 

@@ -63,8 +63,8 @@ def test_the_fewest_blocks_that_keep_the_limit_are_found_by_few_trials() -> None
         tried.append(count)
         return 0.2 - 0.019 * count**0.5
 
-    count, found = fewest(100, 0.1, increase)
-    assert increase(count) == found <= 0.1
+    count, result = fewest(100, 0.1, increase)
+    assert increase(count) == result <= 0.1
     assert 28 <= count <= 33 and len(tried) <= 9  # 27.7 would do
     assert fewest(100, 0.3, increase) == (0, 0.2)
     with pytest.raises(QualityError, match=r"cannot be kept: 8 bits wherever they may be raise perplexity by 0\.0100"):

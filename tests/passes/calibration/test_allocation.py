@@ -48,9 +48,9 @@ def bits(graph: Graph) -> float:
 @pytest.mark.parametrize("wanted", [4.0, 4.4, 8.0])
 def test_codes_have_the_wanted_bits(wanted: float) -> None:
     result = apply(Salience(target_bits=wanted), merged())
-    found = bits(apply(Quantize(), result.graph).graph)
-    assert wanted - 0.1 < found <= wanted
-    assert result.notes == (f"codes have {found:.3f} bits on average",)
+    outcome = bits(apply(Quantize(), result.graph).graph)
+    assert wanted - 0.1 < outcome <= wanted
+    assert result.notes == (f"codes have {outcome:.3f} bits on average",)
     assert result.fired == sum(
         int(result.graph.weights[n.meta["precision"]["wide"]].sum())
         for n in result.graph.calls("linear", "gated_linear")
@@ -71,11 +71,11 @@ class Stated:
 def test_a_limit_on_perplexity_takes_as_few_bits_as_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(salience, "Trial", Stated)
     result = apply(Salience(max_perplexity_increase=0.26), merged())
-    found = bits(apply(Quantize(), result.graph).graph)
-    assert 5.5 <= found < 5.7
+    outcome = bits(apply(Quantize(), result.graph).graph)
+    assert 5.5 <= outcome < 5.7
     assert result.notes == (
-        f"codes have {found:.3f} bits on average",
-        f"perplexity of held-back calibration text rises by {0.01 + 0.1 * (8 - found):.4f}",
+        f"codes have {outcome:.3f} bits on average",
+        f"perplexity of held-back calibration text rises by {0.01 + 0.1 * (8 - outcome):.4f}",
     )
     with pytest.raises(QualityError, match=r"8 bits wherever they may be raise perplexity by 0\.0100"):
         apply(Salience(max_perplexity_increase=0.005), merged())

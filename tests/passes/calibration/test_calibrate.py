@@ -91,13 +91,13 @@ def test_an_experts_moments_are_of_what_reaches_it(by_slot: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     index = torch.randint(0, 3, (7, 2), generator=generator)  # expert 3 gets no token
     x = torch.randn(7, 2, 5, generator=generator) if by_slot else torch.randn(7, 5, generator=generator)
-    found = list(calibrate.expert_moments([(x[:4], index[:4]), (x[4:], index[4:])], 4))
+    result = list(calibrate.expert_moments([(x[:4], index[:4]), (x[4:], index[4:])], 4))
     wide = x if by_slot else x[:, None].expand(7, 2, 5)
     shared = torch.einsum("tki,tkj->ij", wide, wide) / 14
-    torch.testing.assert_close(found[3], shared)
+    torch.testing.assert_close(result[3], shared)
     for expert in range(3):
         own = wide[index == expert]
-        torch.testing.assert_close(found[expert], (own.T @ own + 5 * shared) / (len(own) + 5))
+        torch.testing.assert_close(result[expert], (own.T @ own + 5 * shared) / (len(own) + 5))
 
 
 def test_without_text_nothing_happens_and_a_note_says_so() -> None:

@@ -165,7 +165,7 @@ def test_of_few_tokens_little_is_believed() -> None:
     w, x = layer()[0], torch.randn(2048, 200, generator=torch.Generator().manual_seed(0))  # a hundred show nothing
     seen, other = x[:100], x[1024:]
     nearest = lost(w, nearest_parts(w, "w4_asym_g128"), "w4_asym_g128", other)
-    found = {}
+    result = {}
     for tokens in (None, len(seen)):
         choice = gptq.choose(
             w,
@@ -176,8 +176,8 @@ def test_of_few_tokens_little_is_believed() -> None:
             damping=0.01,
             tokens=tokens,
         )
-        found[tokens] = lost(w, choice.parts, "w4_asym_g128", other)
-    assert found[len(seen)] < nearest < 0.5 * found[None]
+        result[tokens] = lost(w, choice.parts, "w4_asym_g128", other)
+    assert result[len(seen)] < nearest < 0.5 * result[None]
     assert choice.notes == ("100 tokens are few for 200 inputs, so their moments are evened out: give more text",)
     torch.testing.assert_close(gptq.trusted(moments(x), 10**9), moments(x))
     white = gptq.trusted(moments(x), 0)  # nothing seen: rounding to nearest

@@ -59,8 +59,8 @@ def drifted(tokens: int, k: int = 48, noise: float = 0.1) -> tuple[torch.Tensor,
 def test_what_layers_ahead_changed_is_made_up_for() -> None:
     x, changed = drifted(4000)
     seen, exact = ([[part] for part in value[:2000].split(500)] for value in (changed, x))
-    found = origin.restoring(seen, exact, 0.01)
-    back, other = changed[2000:] @ found.T, x[2000:]
+    result = origin.restoring(seen, exact, 0.01)
+    back, other = changed[2000:] @ result.T, x[2000:]
     assert (back - other).norm() < 0.45 * (changed[2000:] - other).norm()
     torch.testing.assert_close(origin.restoring([[x]], [[x]], 0.01), torch.eye(48))
 
@@ -80,8 +80,8 @@ def test_more_samples_may_be_seen_than_the_float_model_looks_at() -> None:
 
 def test_little_is_made_up_for_by_few_tokens() -> None:
     x, changed = drifted(1024, noise=1.0)
-    found = origin.restoring([[changed[:24]]], [[x[:24]]], 0.01)
-    assert (changed[24:] @ found.T - x[24:]).norm() < (changed[24:] - x[24:]).norm()
+    result = origin.restoring([[changed[:24]]], [[x[:24]]], 0.01)
+    assert (changed[24:] @ result.T - x[24:]).norm() < (changed[24:] - x[24:]).norm()
     torch.testing.assert_close(origin.restoring([[0 * x]], [[x]], 0.01), torch.eye(48))
     assert torch.equal(origin.restoring([[changed[:1]]], [[x[:1]]], 0.01), torch.eye(48))
 
@@ -90,8 +90,8 @@ def test_little_is_made_up_for_by_few_tokens() -> None:
 def test_what_no_linear_brings_back_is_left(samples: int) -> None:
     seen = torch.randn(400, 48, generator=torch.Generator().manual_seed(1))
     was = seen + torch.randn(400, 48, generator=torch.Generator().manual_seed(2))
-    found = origin.restoring(*([[part] for part in rows.chunk(samples)] for rows in (seen, was)), 0.01)
-    assert (found - torch.eye(48)).norm() < 0.5  # regression alone, which sees patterns in noise, gives 2.4
+    result = origin.restoring(*([[part] for part in rows.chunk(samples)] for rows in (seen, was)), 0.01)
+    assert (result - torch.eye(48)).norm() < 0.5  # regression alone, which sees patterns in noise, gives 2.4
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def changed_weights(rounded: Graph) -> list[bool]:
     """Of each weight that is calibrated, whether its codes are others when it is restored."""
     graphs = [calibrated(rounded, on) for on in (False, True)]
     pairs = zip(*(graph.calls("quantize_weight") for graph in graphs), strict=True)
-    found = [(graphs[0].evaluate(a), graphs[1].evaluate(b)) for a, b in pairs if "calibrated" in a.meta]
-    return [not all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) for a, b in found]
+    result = [(graphs[0].evaluate(a), graphs[1].evaluate(b)) for a, b in pairs if "calibrated" in a.meta]
+    return [not all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) for a, b in result]
 
 
 def test_weights_of_two_planes_are_not_restored() -> None:

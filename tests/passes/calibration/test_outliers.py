@@ -42,11 +42,11 @@ def test_loud_channels_stick_out_before_and_not_after() -> None:
     graphs = [loud()]
     for rewrite in (Rotate(), SmoothAttention(alpha=0.5), AssignPrecision("w4_asym_g128", "int8"), Merge(), Quantize()):
         graphs.append(apply(rewrite, graphs[-1]).graph)
-    found = outliers.compare(graphs)
-    assert list(found) == [outliers.KEYS, outliers.BLOCKS, outliers.OUTPUTS]
-    for kind in found.values():
+    result = outliers.compare(graphs)
+    assert list(result) == [outliers.KEYS, outliers.BLOCKS, outliers.OUTPUTS]
+    for kind in result.values():
         assert len(kind["before"]) == len(kind["after"]) == 2
-    blocks, keys = found[outliers.BLOCKS], found[outliers.KEYS]
+    blocks, keys = result[outliers.BLOCKS], result[outliers.KEYS]
     assert min(blocks["before"]) > 1.5 * max(blocks["after"])
     assert keys["before"][1] > 4 * keys["before"][0] and keys["after"][1] < 0.6 * keys["before"][1]
 
@@ -66,13 +66,13 @@ def test_block_inputs_turned_by_an_operator_are_still_block_inputs() -> None:
 def test_the_measure_is_largest_over_mean() -> None:
     graph = loud()
     assert graph.calibration is not None
-    found = outliers.measure(graph, graph.calibration.tokens)
+    result = outliers.measure(graph, graph.calibration.tokens)
     probe = graph.clone()
     key = probe.calls("attention")[1].args[1]
     probe.output.args = (key,)
     text = graph.calibration.tokens
     keys = probe.run(text, torch.arange(24).expand_as(text).contiguous()).abs().amax((0, 1)).flatten()
-    assert found[outliers.KEYS][1] == pytest.approx(float(keys.max() / keys.mean()), rel=1e-4)
+    assert result[outliers.KEYS][1] == pytest.approx(float(keys.max() / keys.mean()), rel=1e-4)
 
 
 def test_without_text_there_is_nothing_to_tell() -> None:

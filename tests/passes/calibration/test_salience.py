@@ -76,11 +76,11 @@ def test_streamed_gradients_are_the_whole_models(monkeypatch: pytest.MonkeyPatch
 def test_changes_see_the_moments_of_inputs() -> None:
     graph = merged()
     linears = [node for node in graph.calls("linear", "gated_linear") if node.meta["precision"]["weight"] == "mix_4_8"]
-    text, found = tokens(), {}
+    text, result = tokens(), {}
 
     def change(node: Any) -> Any:
         def noted(w: Tensor, moments: Tensor | None) -> Tensor:
-            found[node] = moments
+            result[node] = moments
             return rounding_error(w)
 
         return noted
@@ -90,7 +90,7 @@ def test_changes_see_the_moments_of_inputs() -> None:
         probe = graph.clone()
         probe.output.args = (next(n for n in probe.nodes if n.name == node.name).args[0],)
         x = torch.cat([probe.run(row[None], torch.arange(11)[None])[0] for row in text[:2]])
-        torch.testing.assert_close(found[node], gptq.trusted(x.T @ x / len(x), len(x)), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(result[node], gptq.trusted(x.T @ x / len(x), len(x)), rtol=1e-4, atol=1e-6)
 
 
 def test_salience_is_of_the_error_that_gptq_leaves() -> None:

@@ -130,8 +130,8 @@ class Chunked(nn.Module):
 def test_chunks_are_proved_by_a_mask(chunk: int) -> None:
     graph = right(modules.randomized(Chunked(chunk)))
     (node,) = graph.calls("attention")
-    found = ops.operand(node, "window"), ops.operand(node, "chunk")
-    assert found == {1: (1, 0), LONGEST: (0, 0)}.get(chunk, (0, chunk))
+    result = ops.operand(node, "window"), ops.operand(node, "chunk")
+    assert result == {1: (1, 0), LONGEST: (0, 0)}.get(chunk, (0, chunk))
 
 
 def test_chunks_that_begin_elsewhere_are_refused() -> None:

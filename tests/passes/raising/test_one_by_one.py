@@ -54,13 +54,13 @@ class Mixer(nn.Module):
         last_first: bool = False,
         first_twice: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        left, found = scores, []
+        left, result = scores, []
         for _ in range(self.slots):
-            found.append(share(scores, left, how))
-            left = left if first_twice else left.scatter(-1, found[-1][1], hidden)
+            result.append(share(scores, left, how))
+            left = left if first_twice else left.scatter(-1, result[-1][1], hidden)
         if last_first:
-            found.reverse()
-        weights, indices = zip(*found, strict=True)
+            result.reverse()
+        weights, indices = zip(*result, strict=True)
         return torch.cat(weights, -1), torch.cat(indices, -1)
 
 

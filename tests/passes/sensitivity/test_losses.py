@@ -34,26 +34,26 @@ def prepared(source: Graph) -> tuple[LossMeter, list[GemmUnit]]:
 
 @pytest.mark.parametrize("source", [decoder, parallel, mixture], ids=lambda source: source.__name__)
 def test_a_unit_alone_loses_what_its_changed_graph_loses(source: type[Graph]) -> None:
-    meter, found = prepared(source())
+    meter, result = prepared(source())
     told: list[tuple[int, int]] = []
-    losses = meter.each(found, [FOUR, EXACT, EIGHT], lambda stage, done, total: told.append((done, total)))
-    assert told[-1][0] == told[-1][1] and len(losses) == 3 * len(found)
+    losses = meter.each(result, [FOUR, EXACT, EIGHT], lambda stage, done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1] and len(losses) == 3 * len(result)
     for (unit, pair), loss in losses.items():
         alone = meter.mixed({unit: pair})
         assert loss.kl == pytest.approx(alone.kl, rel=1e-3, abs=1e-7), unit
         assert loss.perplexity == pytest.approx(alone.perplexity, rel=1e-5)
         assert pair != EXACT or loss == meter.exact
     assert meter.exact.kl == 0
-    assert sum(losses[unit, FOUR].kl for unit in found) > 4 * sum(losses[unit, EIGHT].kl for unit in found) > 0
+    assert sum(losses[unit, FOUR].kl for unit in result) > 4 * sum(losses[unit, EIGHT].kl for unit in result) > 0
 
 
 def test_units_are_what_one_kernel_multiplies() -> None:
-    _, found = prepared(mixture())
-    names = [unit.name for unit in found if unit.layer == 0]
+    _, result = prepared(mixture())
+    names = [unit.name for unit in result if unit.layer == 0]
     assert names[:2] == ["layer0_query_key_value", "layer0_output"] and "layer0_expert_down" in names
-    experts = next(unit for unit in found if unit.experts)
+    experts = next(unit for unit in result if unit.experts)
     assert experts.share < 1 and not experts.takes(FormatPair("mix_4_8", "int8_g128"))
-    assert found[-1].roles == ("head",) and found[-1].share == 1 and "router" not in str(found)
+    assert result[-1].roles == ("head",) and result[-1].share == 1 and "router" not in str(result)
 
 
 def test_formats_to_compare() -> None:

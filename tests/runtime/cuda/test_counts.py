@@ -37,36 +37,36 @@ def test_attention_takes_leaves_where_there_is_little_to_do() -> None:
 
 def test_attention_of_prompts_goes_by_what_is_behind_them() -> None:
     for splits, kind, count in ((2, "near", 17), (3, "far", 21)):  # most rows of one, or of all
-        found = attention_counts(ATTENTION, AttentionWork(), AttentionWork(splits, 21, 2, 17))
+        result = attention_counts(ATTENTION, AttentionWork(), AttentionWork(splits, 21, 2, 17))
         others = {"prompts": 2, "prompt_tokens": 21, "prompt_queries": 17, "other_tokens": 21}
-        assert {name: count for name, count in found.items() if count} == {kind: count, **others}
+        assert {name: count for name, count in result.items() if count} == {kind: count, **others}
 
 
 def test_pages_are_unpacked_before_attention_of_many_rows() -> None:
     """Where many rows see each page, and there is room for the pages of all prompts."""
 
-    def found(splits: int, tokens: int, sequences: int = 1, **plan: int) -> tuple[int, ...]:
+    def result(splits: int, tokens: int, sequences: int = 1, **plan: int) -> tuple[int, ...]:
         work = AttentionWork(splits, tokens, sequences, tokens)
         room = {"unpacked_pages": 1000, "unpacked_rows": 512} | plan
         counts = attention_counts(ATTENTION | room, AttentionWork(), work)
         assert counts["unpacked_room"] == (1000 if counts["unpacked"] else 0)
         return tuple(counts[name] for name in ("near", "far", "far_unpacked", "unpacked"))
 
-    assert found(3, 512) == (0, 0, 512, 12)
-    assert found(250, 1024, 1) == (0, 0, 1024, 1000) and found(125, 1024, 2) == (0, 0, 1024, 500)
-    assert found(2, 512) == (512, 0, 0, 0)  # few positions
-    assert found(3, 511) == (0, 511, 0, 0) and found(3, 1023, 2) == (0, 1023, 0, 0)  # few rows
-    assert found(251, 1024, 1) == (0, 1024, 0, 0) and found(126, 1024, 2) == (0, 1024, 0, 0)  # no room
-    assert found(3, 512, unpacked_pages=0) == (0, 512, 0, 0)
+    assert result(3, 512) == (0, 0, 512, 12)
+    assert result(250, 1024, 1) == (0, 0, 1024, 1000) and result(125, 1024, 2) == (0, 0, 1024, 500)
+    assert result(2, 512) == (512, 0, 0, 0)  # few positions
+    assert result(3, 511) == (0, 511, 0, 0) and result(3, 1023, 2) == (0, 1023, 0, 0)  # few rows
+    assert result(251, 1024, 1) == (0, 1024, 0, 0) and result(126, 1024, 2) == (0, 1024, 0, 0)  # no room
+    assert result(3, 512, unpacked_pages=0) == (0, 512, 0, 0)
 
 
 def test_sequences_that_decode_have_kernels_of_their_own_beside_prompts() -> None:
     work = attention_work(ATTENTION, [1, 16, 17, 3], [90, 20, 50, 400], lambda pages: pages // 10)
     assert work == (AttentionWork(9, 17, 2, 16), AttentionWork(40, 20, 2, 17))  # those after a prompt are with it
-    found = attention_counts(ATTENTION, *work)
-    assert found["few"] == 16 and found["far"] == 20 and found["decoding"] == found["prompts"] == 2
-    assert found["decoding_tokens"] == 17 and found["prompt_tokens"] == 20
-    assert found["other_tokens"] == 37 and found["decode_tokens"] == 0
+    result = attention_counts(ATTENTION, *work)
+    assert result["few"] == 16 and result["far"] == 20 and result["decoding"] == result["prompts"] == 2
+    assert result["decoding_tokens"] == 17 and result["prompt_tokens"] == 20
+    assert result["other_tokens"] == 37 and result["decode_tokens"] == 0
     assert attention_work(ATTENTION, [1, 5], [9, 2], abs) == (AttentionWork(9, 6, 2, 5), AttentionWork())
     assert attention_work(ATTENTION, [20], [9], abs) == (AttentionWork(), AttentionWork(9, 20, 1, 20, True))
 
@@ -75,10 +75,10 @@ def test_programs_that_sum_in_order_keep_all_multiprocessors_busy() -> None:
     def ordered(splits: int, sequences: int, queries: int = 1, even: bool = True) -> bool:
         plan = {"ordered_programs": [2, 4, 6], "multiprocessors": 132, "fine_splits": 0}
         work = AttentionWork(splits, sequences * queries, sequences, queries, even)
-        found = attention_counts(ATTENTION | plan, work, AttentionWork())
-        assert (found["ordered"], found["coarse"]) in ((queries, 0), (0, queries))
-        assert found["merged"] == (0 if found["ordered"] else splits)
-        return bool(found["ordered"])
+        result = attention_counts(ATTENTION | plan, work, AttentionWork())
+        assert (result["ordered"], result["coarse"]) in ((queries, 0), (0, queries))
+        assert result["merged"] == (0 if result["ordered"] else splits)
+        return bool(result["ordered"])
 
     assert ordered(64, 64) and ordered(64, 32, 2) and ordered(1, 1) and ordered(1, 3, even=False)
     assert not ordered(64, 64, even=False) and not ordered(2, 1) and not ordered(64, 52) and not ordered(64, 67)

@@ -97,10 +97,10 @@ def test_steps_are_queued_behind_each_other_from_memory_in_turn(opened: CudaExec
     for turn, chunk in enumerate(chunks):
         waits.append(opened.start(chunk, 1))
         sources.append(driver.source)
-        sent, found = driver.recorded[-2:]
-        assert driver.passed == [found] * (turn > 1) + [sent]
+        sent, result = driver.recorded[-2:]
+        assert driver.passed == [result] * (turn > 1) + [sent]
         driver.passed.clear()
-        targets.append(found)
+        targets.append(result)
         assert driver.sent[opened.inputs._offsets["token_ids"]] == chunk[0].tokens[0]
     for mine in (sources, targets):
         assert mine == [mine[0], mine[1]] * 3 and mine[0] != mine[1]
@@ -187,15 +187,15 @@ def test_launches_are_timed_within_a_graph(opened: CudaExecutor) -> None:
     opened.driver.events = 0  # type: ignore[attr-defined]
     opened.profile(True)
     opened.decode(row, 3)
-    found = opened.profile_read()
+    result = opened.profile_read()
     launched = [line[0] for line in log if isinstance(line, tuple)]
     assert [line if isinstance(line, str) else "launch" for line in log] == [
         *("record 1", "record 2"),
         *(word for event in range(3, 3 + len(launched)) for word in ("wait", "launch", f"record {event}")),
         *("captured", "replay", "replay", "replay"),
     ]
-    assert list(found) == [launch["name"] for launch in (*PLAN["launches"], *PLAN["feedback"])]
-    assert list(found.values()) == [(3 * (10.0 * event - 1), 3) for event in range(3, 3 + len(launched))]
+    assert list(result) == [launch["name"] for launch in (*PLAN["launches"], *PLAN["feedback"])]
+    assert list(result.values()) == [(3 * (10.0 * event - 1), 3) for event in range(3, 3 + len(launched))]
     log.clear()
     opened.profile(False)
     assert sorted(log) == ["drop", *["drop event"] * (2 + len(launched))] and not opened.profile_read()
@@ -273,7 +273,7 @@ def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: Cud
     lookup = {"lookup": 8, "gamma": 7}
     driver: Any = opened.driver
     before = dict(driver.memory)
-    found = []
+    result = []
     for stages in ([own], [other], [lookup], [other | {"threshold": 0.3}], [own, other, lookup]):
         plans = [PLAN if "path" in stage else None for stage in stages]
         pairs = zip(stages, plans, strict=True)
@@ -282,10 +282,10 @@ def test_levels_that_draft_work_in_the_targets_cache_or_in_their_own(opened: Cud
         caches = [one.executor.memory.cache for one in every if isinstance(one.executor, CudaExecutor)]
         shared = [cache == opened.memory.cache for cache in caches]
         assert len(set(caches)) == len(caches)
-        found.append((type(drafter), shared))
+        result.append((type(drafter), shared))
         drafter.close()
         assert driver.memory == before  # the target's cache is not theirs to free
-    assert found == [
+    assert result == [
         (CudaSpeculator, [True]),
         (CudaSpeculator, [False]),
         (CudaLookup, []),
@@ -412,9 +412,9 @@ def test_steps_are_smaller_where_their_buffers_would_take_much_of_the_memory(
     plan["scratch"]["by_row"]["counts"] = ["room"]
     limits = Limits(2048, 1000, 64, 1024, slots=4, most_outputs=512)
     load._open_target(gpu, [plan], {}, {}, limits, load._Room(1 << 20, 0, 1 << 20, 1.0, fewer_rows=True))
-    [(pages, found)] = made
+    [(pages, result)] = made
     buffers = rows * 100_000 + 512 * (10 + 4 * 1000) + (512 << 20)
-    assert found == limits._replace(max_tokens=rows) and pages == (free - buffers) >> 20
+    assert result == limits._replace(max_tokens=rows) and pages == (free - buffers) >> 20
     load._open_target(gpu, [plan], {}, {}, limits, load._Room(1 << 20, 0, 1 << 20, 1.0))
     assert made[1][1] == limits
 

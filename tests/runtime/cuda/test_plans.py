@@ -24,9 +24,9 @@ from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
 
 @pytest.fixture
 def memory() -> Any:
-    found = SharedPlan(1024)
-    yield found
-    found.close()
+    result = SharedPlan(1024)
+    yield result
+    result.close()
 
 
 def test_records_are_read_once_in_order_and_the_ring_begins_again(memory: SharedPlan) -> None:
@@ -98,9 +98,9 @@ def test_a_rank_that_ends_or_does_not_run_is_noticed(
     memory: SharedPlan, process: Process, beats: bool, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words: list[str] = []
-    found = object.__new__(CudaRanks)
-    found._memory, found._closing, found._problem = memory, False, ""
-    found.failed = SimpleNamespace(set=lambda: words.append("set"))  # type: ignore[assignment]
+    result = object.__new__(CudaRanks)
+    result._memory, result._closing, result._problem = memory, False, ""
+    result.failed = SimpleNamespace(set=lambda: words.append("set"))  # type: ignore[assignment]
     looks = iter(range(1000))
 
     def sleep(seconds: float) -> None:
@@ -108,9 +108,9 @@ def test_a_rank_that_ends_or_does_not_run_is_noticed(
             memory.beat(1)
 
     monkeypatch.setattr(ranks.time, "sleep", sleep)
-    found._watch(1, process)  # type: ignore[arg-type]
+    result._watch(1, process)  # type: ignore[arg-type]
     with pytest.raises(ResourceError, match=re.escape(problem)):
-        found.check()
+        result.check()
     assert memory.failed and words == ["set"] and process.killed == (not beats)
 
 
@@ -165,8 +165,8 @@ def test_ranks_share_the_verification_of_weights(tmp_path: Path) -> None:
     ]
     manifest: Any = {"files": files, "runtime": {"weights": entries, "ranks": [[0, 2, 4], [1, 3, 5]]}}
     for rank in (0, 1):
-        found = _upload_rank(Memory(), tmp_path, manifest, rank, gpu_memory := [])  # type: ignore[arg-type]
-        assert [*found] == ["a0", "b0", "c0"] and [*found.values()] == gpu_memory
+        result = _upload_rank(Memory(), tmp_path, manifest, rank, gpu_memory := [])  # type: ignore[arg-type]
+        assert [*result] == ["a0", "b0", "c0"] and [*result.values()] == gpu_memory
     gpu = Memory()
     _upload_rank(gpu, tmp_path, manifest, 1, [])  # type: ignore[arg-type]
     assert [part.raw for part in gpu.parts] == [contents[name][32:] for name in "abc"]

@@ -76,7 +76,7 @@ def differing(llm: LLM, batches: int, seed: int = 0) -> int:
         llm.engine.scheduler.max_tokens = draw.choice((37, 64, 130, 512))
         chosen = [draw.randrange(len(work)) for _ in range(draw.randint(1, 32))]
         got = run(llm, [work[index] for index in chosen])
-        wrong += sum(found != alone[index] for found, index in zip(got, chosen, strict=True))
+        wrong += sum(result != alone[index] for result, index in zip(got, chosen, strict=True))
     return wrong
 
 

@@ -275,9 +275,9 @@ def test_few_rows_of_a_step_give_logits() -> None:
     llm.executor.step = lambda rows, *more, **how: step(noted(rows), *more, **how)  # type: ignore[method-assign]
     prompts = prompts_of(9, 90, seed=5)
     params = [SamplingParams(temperature=0, max_tokens=9, prompt_logprobs=1 if i % 3 else None) for i in range(9)]
-    found = llm.generate(prompts, params)
+    result = llm.generate(prompts, params)
     alone = fake_llm()
-    for prompt, each, output in zip(prompts, params, found, strict=True):
+    for prompt, each, output in zip(prompts, params, result, strict=True):
         [want] = alone.generate([prompt], each)
         assert output.outputs[0].token_ids == want.outputs[0].token_ids == reference_greedy(prompt, 9)
         assert output.prompt_logprobs == want.prompt_logprobs

@@ -20,6 +20,6 @@ def test_marked_prompts_get_their_own_answers(tiny_artifact: Callable[[str], Pat
         wanted = leaks.references(alone, [prompt for _, prompt in prompts])
     cache = PAGES * kv["page_bytes"]
     with qcompile.load(artifact, threads=1, max_batch=8, kv_cache_bytes=cache) as llm, leaks.poisoned(llm, kv):
-        found = leaks.ask(llm, prompts, wanted, 250)
-    assert found.wrong == found.foreign == 0 and found.answered + found.cancelled == 250
-    assert found.reused > 50 and found.cancelled > 5, found
+        result = leaks.ask(llm, prompts, wanted, 250)
+    assert result.wrong == result.foreign == 0 and result.answered + result.cancelled == 250
+    assert result.reused > 50 and result.cancelled > 5, result

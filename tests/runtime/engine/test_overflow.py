@@ -77,10 +77,10 @@ class Knowing(Speculator):
         self.text = text
 
     def propose(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[list[int]]:
-        found = [self.text[len(r.sequence.tokens) :][:gamma] for r, gamma in zip(requests, gammas, strict=True)]
-        for request, draft in zip(requests, found, strict=True):
+        result = [self.text[len(r.sequence.tokens) :][:gamma] for r, gamma in zip(requests, gammas, strict=True)]
+        for request, draft in zip(requests, result, strict=True):
             request.drafts.proposed = [(np.array([token]), np.ones(1)) for token in draft]
-        return found
+        return result
 
     def draw(self, requests: Sequence[Request], gammas: Sequence[int], distributions: bool) -> list[list[int]]:
         return self.propose(requests, gammas)
@@ -93,7 +93,7 @@ def test_drafts_that_end_a_text_may_be_followed_by_no_number(llm: LLM, how: dict
     prompt = [1, 2, 3]
     text = reference_greedy(prompt, 40, eos=None)
     llm.executor.library.broken = text[20]  # type: ignore[attr-defined]
-    found = []
+    result = []
     for gamma in (0, 5):
         llm.engine.speculation.drafter, llm.engine.speculation.gamma = Knowing(llm, prompt + text), gamma
         llm.engine.speculation.rejects = rejects
@@ -103,10 +103,10 @@ def test_drafts_that_end_a_text_may_be_followed_by_no_number(llm: LLM, how: dict
         while llm.engine.busy:
             llm.engine.step()
         every = ended, request.output
-        found.append([(one.token_ids, one.logprobs, one.cumulative_logprob, one.finish_reason) for one in every])
+        result.append([(one.token_ids, one.logprobs, one.cumulative_logprob, one.finish_reason) for one in every])
         assert llm.engine.pool.used == 0
-    assert [ending[3] for ending in found[0]] == ["stop", "error"] and len(found[0][0][0]) > 5
-    assert found[1] == found[0]
+    assert [ending[3] for ending in result[0]] == ["stop", "error"] and len(result[0][0][0]) > 5
+    assert result[1] == result[0]
 
 
 def test_perplexity_of_no_number(llm: LLM) -> None:

@@ -107,13 +107,13 @@ def test_a_pool_never_gives_a_held_page_away(moves: list[tuple[int, int, int]], 
             pool.give_back(pages)
         else:
             tokens = [size // (at + 1) for at in range(2 * (which % 5) + 2)]
-            found = [one.page for one in pool.prefixes.find(tokens)]
-            idle = sum(not pool.held(page) for page in found)
-            if len(tokens) // 2 - len(found) + idle > pool.free:
+            result = [one.page for one in pool.prefixes.find(tokens)]
+            idle = sum(not pool.held(page) for page in result)
+            if len(tokens) // 2 - len(result) + idle > pool.free:
                 continue
-            assert [written[page] for page in found] == [tuple(tokens[: 2 * at]) for at in range(1, len(found) + 1)]
-            pool.share(found)
-            pages = found + pool.take(len(tokens) // 2 - len(found))
+            assert [written[page] for page in result] == [tuple(tokens[: 2 * at]) for at in range(1, len(result) + 1)]
+            pool.share(result)
+            pages = result + pool.take(len(tokens) // 2 - len(result))
             written |= {page: tuple(tokens[: 2 * at]) for at, page in enumerate(pages, start=1)}
             held.append((tokens, pages))
         pool.check(*(pages for _, pages in held))
@@ -230,9 +230,9 @@ def test_without_the_option_nothing_is_found(tiny_artifact: Callable[[str], Path
     with qcompile.load(tiny_artifact("w4a8"), threads=1, prefix_caching=False) as llm:
         without = [llm.generate([prompt], SHORT)[0] for _ in range(2)]
     with qcompile.load(tiny_artifact("w4a8"), threads=1) as llm:
-        found = [llm.generate([prompt], SHORT)[0] for _ in range(2)]
-    assert [output.metrics.cached_tokens for output in without + found] == [0, 0, 0, 192]
-    assert len({tuple(output.outputs[0].token_ids) for output in without + found}) == 1
+        result = [llm.generate([prompt], SHORT)[0] for _ in range(2)]
+    assert [output.metrics.cached_tokens for output in without + result] == [0, 0, 0, 192]
+    assert len({tuple(output.outputs[0].token_ids) for output in without + result}) == 1
     with pytest.raises(UsageError, match="prefix_caching must be True or False"):
         qcompile.load(tiny_artifact("w4a8"), prefix_caching=1)  # type: ignore[arg-type]
 

@@ -65,14 +65,14 @@ def inputs(tokenizer: Any) -> Any:
 )
 def test_greedy_tokens_are_theirs(model: Any, theirs: Any, inputs: Any, llm: LLM, options: dict[str, Any]) -> None:
     """And those of the plain model, for a batch with padding."""
-    found, want = model.generate(**inputs, **options), theirs.generate(**inputs, **options)
+    result, want = model.generate(**inputs, **options), theirs.generate(**inputs, **options)
     if "generation_config" in options:
-        found, want = found.sequences, want.sequences
-    assert torch.equal(found, want) and found.dtype == torch.long
+        result, want = result.sequences, want.sequences
+    assert torch.equal(result, want) and result.dtype == torch.long
     if options == {"max_new_tokens": 24}:
         outputs = llm.generate(TEXTS, temperature=0, max_tokens=24, ignore_eos=True)
         width = inputs.input_ids.shape[1]
-        assert [output.outputs[0].token_ids for output in outputs] == found[:, width:].tolist()
+        assert [output.outputs[0].token_ids for output in outputs] == result[:, width:].tolist()
 
 
 def test_drawn_tokens_follow_torchs_seed(model: Any, llm: LLM, inputs: Any) -> None:
@@ -97,9 +97,9 @@ def test_drawn_tokens_follow_torchs_seed(model: Any, llm: LLM, inputs: Any) -> N
 def test_logits_and_loss_are_theirs(model: Any, theirs: Any, tokenizer: Any, inputs: Any) -> None:
     """float32 sums in another order differ by some 1e-6 of logits of about 1."""
     mask = inputs.attention_mask
-    found, want = model(**inputs), theirs(**inputs)
-    torch.testing.assert_close(found.logits[mask == 1], want.logits[mask == 1], rtol=0, atol=1e-4)
-    assert found.loss is None and not found.logits[mask == 0].any() and not found.logits.requires_grad
+    result, want = model(**inputs), theirs(**inputs)
+    torch.testing.assert_close(result.logits[mask == 1], want.logits[mask == 1], rtol=0, atol=1e-4)
+    assert result.loss is None and not result.logits[mask == 0].any() and not result.logits.requires_grad
     right = tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side="right")
     labels = right.input_ids.masked_fill(right.attention_mask == 0, -100)
     loss, logits = model(**right, labels=labels, return_dict=False, logits_to_keep=3)
@@ -171,8 +171,8 @@ def test_tokens_after_a_stop_text_are_dropped(executor: Any, monkeypatch: pytest
 def test_embeddings_are_prompts(model: Any, theirs: Any, inputs: Any) -> None:
     embeds = theirs.get_input_embeddings()(inputs.input_ids).detach()
     want = model.generate(**inputs, max_new_tokens=8)[:, inputs.input_ids.shape[1] :]
-    found = model.generate(inputs_embeds=embeds, attention_mask=inputs.attention_mask, max_new_tokens=8)
-    assert torch.equal(found, want)
+    result = model.generate(inputs_embeds=embeds, attention_mask=inputs.attention_mask, max_new_tokens=8)
+    assert torch.equal(result, want)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_a_model_of_few_facts() -> None:
         model = llm.as_transformers()
         assert model.config.eos_token_id == [EOS, 9] and model.generation_config.pad_token_id is None
         assert model.config.vocab_size == llm.vocab_size and model.device.type == "cpu" and model.can_generate()
-        found = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=500)
+        result = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=500)
         (output,) = llm.generate([5, 6, 7], temperature=0, max_tokens=500)
-        assert found[0, 3:].tolist() == output.outputs[0].token_ids and found[0, -1] in (EOS, 9)
+        assert result[0, 3:].tolist() == output.outputs[0].token_ids and result[0, -1] in (EOS, 9)
         (output,) = llm.generate([5, 6, 7], temperature=0, max_tokens=300, ignore_eos=True)
         absent = min(set(range(llm.vocab_size)) - set(output.outputs[0].token_ids))
         others = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=300, eos_token_id=absent)[0, 3:].tolist()

@@ -28,8 +28,8 @@ def parser(name: str, begun: bool = False) -> ReplyParser:
 
 
 def events(made: ReplyParser, pieces: list[str]) -> list[Event]:
-    found = [event for piece in pieces for event in made.push(piece)]
-    return merged(found + made.end())
+    result = [event for piece in pieces for event in made.push(piece)]
+    return merged(result + made.end())
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -43,9 +43,9 @@ def conversation(name: str, seed: int) -> tuple[Spoken, str]:
     return said, text if TOOL_FORMATS[name].whole else thinking("<think>", "</think>", said, text)
 
 
-def assert_found(name: str, said: Spoken, found: ParsedReply) -> None:
-    assert (found.reasoning, found.content) == (said.reasoning, said.content)
-    calls = [(call.name, json.loads(call.arguments)) for call in found.calls]
+def assert_found(name: str, said: Spoken, result: ParsedReply) -> None:
+    assert (result.reasoning, result.content) == (said.reasoning, said.content)
+    calls = [(call.name, json.loads(call.arguments)) for call in result.calls]
     assert calls == [(n.replace("-", "_") if name == "pythonic" else n, a) for n, a in said.calls]
 
 
@@ -141,8 +141,8 @@ def test_text_without_calls_comes_out_as_it_is(name: str) -> None:
     ],
 )
 def test_what_is_no_call_is_content_as_it_stands(name: str, text: str) -> None:
-    found = parser(name).whole(text)
-    assert found == ParsedReply(content=text)
+    result = parser(name).whole(text)
+    assert result == ParsedReply(content=text)
 
 
 @pytest.mark.parametrize(
@@ -159,37 +159,37 @@ def test_what_is_no_call_is_content_as_it_stands(name: str, text: str) -> None:
     ],
 )
 def test_arguments_that_break_off_stay_as_they_are(name: str, text: str, arguments: str, rest: str | None) -> None:
-    found = parser(name).whole(text)
-    assert [(call.name, call.arguments) for call in found.calls] == [("search", arguments)] and found.content == rest
+    result = parser(name).whole(text)
+    assert [(call.name, call.arguments) for call in result.calls] == [("search", arguments)] and result.content == rest
 
 
 @pytest.mark.parametrize("nothing", ['"arguments": null', '"arguments": ""', '"arguments": {}', '"id": "x"'])
 def test_a_call_without_arguments_has_an_empty_object(nothing: str) -> None:
-    found = parser("hermes").whole(f'<tool_call>{{"name": "noop", {nothing}}}</tool_call>')
-    assert found.calls[0].arguments == "{}" and not found.content
+    result = parser("hermes").whole(f'<tool_call>{{"name": "noop", {nothing}}}</tool_call>')
+    assert result.calls[0].arguments == "{}" and not result.content
 
 
 def test_whitespace_around_calls_is_dropped() -> None:
     call = '<tool_call> {"name": "noop"} </tool_call>'
     for pieces in ([f"a\n\n{call}\n{call} \n b \n"], list(f"a\n\n{call}\n{call} \n b \n")):
-        found = ParsedReply()
-        found.add(events(parser("hermes"), pieces))
-        assert found.content == "ab \n" and len(found.calls) == 2
+        result = ParsedReply()
+        result.add(events(parser("hermes"), pieces))
+        assert result.content == "ab \n" and len(result.calls) == 2
     assert parser("mistral").whole("[TOOL_CALLS] search [ARGS] {}").calls[0].name == "search"
 
 
 def test_calls_before_a_malformed_one_stay() -> None:
     one = '<｜tool▁call▁begin｜>search<｜tool▁sep｜>{"path": 1}<｜tool▁call▁end｜>'
-    found = parser("deepseek").whole(f"<｜tool▁calls▁begin｜>{one}\n<｜tool▁call▁begin｜>search")
-    assert len(found.calls) == 1 and found.content == "<｜tool▁call▁begin｜>search"
-    found = parser("mistral").whole('[TOOL_CALLS][{"name": "noop", "arguments": {}}, {"name": 5}]')
-    assert len(found.calls) == 1 and found.content == '{"name": 5}]'
+    result = parser("deepseek").whole(f"<｜tool▁calls▁begin｜>{one}\n<｜tool▁call▁begin｜>search")
+    assert len(result.calls) == 1 and result.content == "<｜tool▁call▁begin｜>search"
+    result = parser("mistral").whole('[TOOL_CALLS][{"name": "noop", "arguments": {}}, {"name": 5}]')
+    assert len(result.calls) == 1 and result.content == '{"name": 5}]'
 
 
 def test_arguments_written_as_a_text_are_unwrapped() -> None:
     inner = json.dumps({"path": 'a "b"'})
-    found = parser("hermes").whole(f"<tool_call>{json.dumps({'name': 'search', 'arguments': inner})}</tool_call>")
-    assert found.calls[0].arguments == inner
+    result = parser("hermes").whole(f"<tool_call>{json.dumps({'name': 'search', 'arguments': inner})}</tool_call>")
+    assert result.calls[0].arguments == inner
     half = '<tool_call>{"name": "search", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'
     assert not parser("hermes").whole(half).calls
 
@@ -229,39 +229,39 @@ def _whole(name: str, tools: DeclaredTools, text: str) -> str:
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_reasoning_that_the_prompt_begins_needs_no_opening_tag(begun: bool) -> None:
-    found = parser("hermes", begun).whole("so\n</think>\n\nYes </think> <think>")
+    result = parser("hermes", begun).whole("so\n</think>\n\nYes </think> <think>")
     if begun:
-        assert found == ParsedReply("Yes </think> <think>", "so")
+        assert result == ParsedReply("Yes </think> <think>", "so")
         assert parser("hermes", begun).whole("<think>so</think>Yes") == ParsedReply("Yes", "so")
         assert parser("hermes", begun).whole("so </thin") == ParsedReply(None, "so </thin")
     else:
-        assert found == ParsedReply("so\n</think>\n\nYes </think> <think>", None)
+        assert result == ParsedReply("so\n</think>\n\nYes </think> <think>", None)
 
 
 def test_further_calls_are_left_out_where_one_is_allowed() -> None:
     text = '<tool_call>{"name": "noop", "arguments": {}}</tool_call>' * 2 + "end"
     for pieces in ([text], list(text)):
         made = ReplyParser(calls=TOOL_FORMATS["hermes"].parser(DECLARED), most_calls=1)
-        found = ParsedReply()
-        found.add(events(made, pieces))
-        assert len(found.calls) == 1 and found.calls[0].arguments == "{}" and found.content == "end"
+        result = ParsedReply()
+        result.add(events(made, pieces))
+        assert len(result.calls) == 1 and result.calls[0].arguments == "{}" and result.content == "end"
 
 
 def test_parts_between_tokens() -> None:
     text = "<|START_THINKING|>so\n<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>"
     for pieces in ([text], list(text)):
-        found = ParsedReply()
-        found.add(events(ReplyParser(calls=TOOL_FORMATS["command_a"].parser(DECLARED)), pieces))
-        assert found == ParsedReply("Hello.", "so\n")
+        result = ParsedReply()
+        result.add(events(ReplyParser(calls=TOOL_FORMATS["command_a"].parser(DECLARED)), pieces))
+        assert result == ParsedReply("Hello.", "so\n")
 
 
 def test_messages_of_a_kind_are_joined_by_line_breaks() -> None:
     text = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>"
     text += "<|start|>assistant<|channel|>analysis<|message|>c<|start|>assistant<|channel|>final<|message|>d<|return|>"
     for pieces in ([text], list(text)):
-        found = ParsedReply()
-        found.add(events(parser("harmony"), pieces))
-        assert found == ParsedReply("b\nd", "a\nc")
+        result = ParsedReply()
+        result.add(events(parser("harmony"), pieces))
+        assert result == ParsedReply("b\nd", "a\nc")
 
 
 def test_long_texts_take_linear_time() -> None:

@@ -29,12 +29,12 @@ Rule = Callable[[Any, Any, Any], Any]
 def table(options: dict[str, Any], seed: int) -> np.ndarray:
     """Probabilities [previous token, token] of a random model with these options; all of a prompt (3, 7) is seen."""
     logits = (2 * np.random.default_rng(seed).standard_normal((VOCAB, VOCAB))).astype(np.float32)
-    found = np.zeros((VOCAB, VOCAB))
+    result = np.zeros((VOCAB, VOCAB))
     for previous in range(VOCAB):
         sampler = Sampler(SamplingParams(**options), 0, [3, 7], VOCAB)
         ids, probabilities = sampler.distribution(logits[previous], [previous])
-        found[previous, ids] = probabilities
-    return found
+        result[previous, ids] = probabilities
+    return result
 
 
 def pick(rows: np.ndarray, uniform: np.ndarray) -> np.ndarray:

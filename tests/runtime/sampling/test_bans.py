@@ -53,10 +53,10 @@ def test_nothing_ends_an_output_before_min_tokens(llm: LLM, least: int) -> None:
         params.append(SamplingParams(**options))
         banned = lambda output, ends=ends: {EOS, *ends} if len(output) < least else ()  # noqa: E731
         wanted.append(greedy(prompt, 40, banned, [EOS, *ends]))
-    found = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
-    assert [output.token_ids for output in found] == wanted
-    assert all(len(output.token_ids) > least for output in found if output.finish_reason == "stop")
-    assert "stop" in {output.finish_reason for output in found}
+    result = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+    assert [output.token_ids for output in result] == wanted
+    assert all(len(output.token_ids) > least for output in result if output.finish_reason == "stop")
+    assert "stop" in {output.finish_reason for output in result}
 
 
 def test_ends_that_are_ignored_may_come_early(llm: LLM) -> None:
@@ -76,9 +76,9 @@ def test_stop_texts_do_not_count_before_min_tokens(llm: LLM) -> None:
 
 def test_only_allowed_tokens_are_chosen(llm: LLM) -> None:
     allowed = [*range(40, 90), EOS]
-    found = [out.outputs[0] for out in llm.generate(PROMPTS, temperature=0, max_tokens=30, allowed_token_ids=allowed)]
+    result = [out.outputs[0] for out in llm.generate(PROMPTS, temperature=0, max_tokens=30, allowed_token_ids=allowed)]
     banned = set(range(VOCAB)) - set(allowed)
-    assert [output.token_ids for output in found] == [greedy(prompt, 30, lambda output: banned) for prompt in PROMPTS]
+    assert [output.token_ids for output in result] == [greedy(prompt, 30, lambda output: banned) for prompt in PROMPTS]
     options = {"temperature": 5.0, "seed": 3, "max_tokens": 50, "ignore_eos": True, "n": 4}
     outputs = llm.generate("ab", allowed_token_ids=np.array(allowed[:9]), logit_bias={44: 3}, **options)[0].outputs
     assert {token for output in outputs for token in output.token_ids} == set(allowed[:9])
@@ -96,11 +96,11 @@ def test_bad_words(llm: LLM) -> None:
         return others | {word[-1] for word in words if output[len(output) - len(word) + 1 :] == word[:-1]}
 
     asked = SamplingParams(temperature=0, max_tokens=40, bad_words=texts, allowed_token_ids=sorted(letters))
-    found = [output.outputs[0] for output in llm.generate(PROMPTS, asked)]
-    assert [output.token_ids for output in found] == [greedy(prompt, 40, banned) for prompt in PROMPTS]
+    result = [output.outputs[0] for output in llm.generate(PROMPTS, asked)]
+    assert [output.token_ids for output in result] == [greedy(prompt, 40, banned) for prompt in PROMPTS]
     free = llm.generate(PROMPTS, temperature=0, max_tokens=40, allowed_token_ids=sorted(letters))
     assert all(text in "".join(output.outputs[0].text for output in free) for text in texts[:2])
-    assert not any(text in output.text for text in texts for output in found)
+    assert not any(text in output.text for text in texts for output in result)
     for sampled in ({"logprobs": 21}, {"repetition_penalty": 1.2}, {}):  # on the host, and with what else is counted
         asked = SamplingParams(
             temperature=2, seed=1, max_tokens=60, bad_words=texts, allowed_token_ids=[67, 68], **sampled
@@ -125,10 +125,10 @@ def test_biases_change_where_a_call_ends() -> None:
     assert biases.until(0) == 1 and biases.after(0, ()) is not None
 
     def banned(skipped: int = 0, ahead: Sequence[int] = ()) -> set[int]:
-        found = biases.after(skipped, ahead)
-        assert found and len(set(found.tokens.tolist())) == len(found.tokens)
-        assert dict(zip(found.tokens.tolist(), found.values.tolist(), strict=True))[5] == 2
-        return {int(token) for token, value in zip(*found, strict=True) if value == -np.inf}
+        result = biases.after(skipped, ahead)
+        assert result and len(set(result.tokens.tolist())) == len(result.tokens)
+        assert dict(zip(result.tokens.tolist(), result.values.tolist(), strict=True))[5] == 2
+        return {int(token) for token, value in zip(*result, strict=True) if value == -np.inf}
 
     assert banned() == {0, 2, 3, 4, 6, 7} and banned(2) == {0, 2, 3, 4, 7}
     assert banned(0, [5]) == {0, 1, 2, 3, 4, 6, 7} and banned(0, [5, 1]) == {0, 2, 3, 4, 7}

@@ -123,15 +123,15 @@ def test_what_is_forgotten_is_computed_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_several_threads_agree_on_numbers() -> None:
-    known, found = KnownMasks(), list[list[int]]()
+    known, result = KnownMasks(), list[list[int]]()
     start = known.start()
 
     def count() -> None:
-        found.append([known.after(start, range(length)) for length in range(300)])
+        result.append([known.after(start, range(length)) for length in range(300)])
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(numbers == found[0] for numbers in found) and len(set(found[0])) == 300
+    assert all(numbers == result[0] for numbers in result) and len(set(result[0])) == 300

@@ -105,13 +105,13 @@ def test_engine_without_logits_gives_the_tokens_of_python() -> None:
     for more in ({}, {"logprobs": 2}, {"logprobs": 21}):
         params = [replace(one, min_p=0.0) for one in penalized(max_tokens=40, ignore_eos=True)]
         params[3] = SamplingParams(temperature=0, frequency_penalty=0.3, max_tokens=40, ignore_eos=True, **more)
-        found = []
+        result = []
         for samples in (True, False):
             with fake_llm(max_batch=len(params)) as llm:
                 llm.executor.samples = samples  # type: ignore[misc]
                 llm.engine.scheduler.samples = samples
                 outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
-                found.append([(output.token_ids, output.logprobs) for output in outputs])
+                result.append([(output.token_ids, output.logprobs) for output in outputs])
                 library = llm.executor.library  # type: ignore[attr-defined]
                 assert (max(library.decodes, default=1) > 1) is (samples and more.get("logprobs", 0) < 21)
-        assert found[0] == found[1]
+        assert result[0] == result[1]

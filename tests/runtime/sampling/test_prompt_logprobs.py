@@ -30,9 +30,9 @@ def wanted(tokens: Sequence[int], alternatives: int) -> list[Any]:
 
 
 def right(output: RequestOutput, alternatives: int = 3) -> bool:
-    found = output.prompt_logprobs
-    assert found is not None and found[0] is None
-    return same_logprobs([each for each in found if each], wanted(output.prompt_token_ids, alternatives))
+    result = output.prompt_logprobs
+    assert result is not None and result[0] is None
+    return same_logprobs([each for each in result if each], wanted(output.prompt_token_ids, alternatives))
 
 
 def settled(llm: LLM) -> None:
@@ -125,8 +125,8 @@ def test_a_request_preempted_within_its_prompt(monkeypatch: pytest.MonkeyPatch) 
         llm.engine.scheduler.preempt()
         while llm.engine.busy:
             llm.engine.step()
-        found = request.prompt_report.logprobs
-        assert found and same_logprobs(found[1:], wanted(text(400), 3))  # type: ignore[arg-type]
+        result = request.prompt_report.logprobs
+        assert result and same_logprobs(result[1:], wanted(text(400), 3))  # type: ignore[arg-type]
         settled(llm)
 
 

@@ -29,10 +29,10 @@ def texts(llm: LLM, *lengths: int) -> list[list[int]]:
 
 
 def prompts_of(llm: LLM, prompts: list[list[int]], params: Any = ALONE) -> list[Any]:
-    found = [output.prompt_logprobs for output in llm.generate(prompts, params)]
+    result = [output.prompt_logprobs for output in llm.generate(prompts, params)]
     llm.engine.check()
     assert llm.engine.pool.used == 0
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("recipe", "most"), [("f32", 5e-5), ("bf16", 0.25)])
@@ -47,11 +47,11 @@ def test_values_are_those_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     with qcompile.load(tiny_artifact(recipe), threads=1) as llm:
         prompt = texts(llm, 200)[0]
-        [found] = prompts_of(llm, [prompt])
+        [result] = prompts_of(llm, [prompt])
     with torch.no_grad():
         wanted = torch.log_softmax(model(torch.tensor([prompt])).logits[0].double(), -1)
-    assert found[0] is None and len(found) == len(prompt)
-    for at, each in enumerate(found[1:], start=1):
+    assert result[0] is None and len(result) == len(prompt)
+    for at, each in enumerate(result[1:], start=1):
         for token, one in each.items():
             assert abs(one.logprob - float(wanted[at - 1, token])) < most, (at, token)
         assert next(iter(each)) == prompt[at]

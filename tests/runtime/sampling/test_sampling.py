@@ -164,10 +164,10 @@ def test_seeds_repeat_and_samples_differ() -> None:
 
 def test_logprobs_are_of_the_plain_model() -> None:
     values = np.log(softmax(LOGITS))
-    found = logprobs_of(LOGITS, 5, 2, None)
-    assert list(found) == [5, 3, 4]
-    assert [found[token].rank for token in (5, 3, 4)] == [8, 1, 2]
-    for token, entry in found.items():
+    result = logprobs_of(LOGITS, 5, 2, None)
+    assert list(result) == [5, 3, 4]
+    assert [result[token].rank for token in (5, 3, 4)] == [8, 1, 2]
+    for token, entry in result.items():
         assert entry.logprob == pytest.approx(values[token]) and entry.decoded_token is None
     assert list(logprobs_of(LOGITS, 2, 0, str)) == [2]
     assert len(logprobs_of(LOGITS, 2, 100, str)) == 8

@@ -93,21 +93,21 @@ def test_finished_outputs_are_what_was_asked_for(llm: LLM) -> None:
     """Also beside requests without a grammar, which get the same tokens as alone."""
     free = [SamplingParams(max_tokens=9, temperature=0), SamplingParams(max_tokens=9, seed=8)]
     alone = ran(llm, free)
-    asked, found = requests(), ran(llm, requests() + free)
-    ended = [text for params, (_, text, reason, _) in zip(asked, found, strict=False) if reason == "stop"]
+    asked, result = requests(), ran(llm, requests() + free)
+    ended = [text for params, (_, text, reason, _) in zip(asked, result, strict=False) if reason == "stop"]
     assert len(ended) > 30
-    for params, (tokens, text, reason, _) in zip(asked, found, strict=False):
+    for params, (tokens, text, reason, _) in zip(asked, result, strict=False):
         assert reason in ("stop", "length") and (reason == "stop") == (tokens[-1] == EOS)
         if reason == "stop":
             assert valid(given(params), text), text
-    assert found[-2:] == alone
+    assert result[-2:] == alone
 
 
 @pytest.mark.usefixtures("executors")
 def test_python_and_the_executor_choose_the_same(llm: LLM) -> None:
-    found = ran(llm, requests())
+    result = ran(llm, requests())
     llm.executor.samples = llm.engine.scheduler.samples = False
-    assert ran(llm, requests()) == found
+    assert ran(llm, requests()) == result
 
 
 def test_drafts_are_masked_and_change_nothing(llm: LLM) -> None:

@@ -34,9 +34,9 @@ def client(llm: LLM) -> Iterator[Client]:
 
 def error(client: Client, status: int, path: str, body: Any = None, **options: Any) -> dict[str, Any]:
     """What a refusal with that status says."""
-    got, found = client.ask(path, body, **options)
-    assert got == status, found
-    return found["error"]
+    got, result = client.ask(path, body, **options)
+    assert got == status, result
+    return result["error"]
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def error(client: Client, status: int, path: str, body: Any = None, **options: A
 )
 def test_what_changes_no_answer_is_taken(client: Client, unasked: dict[str, Any]) -> None:
     plain = client.ask("/v1/chat/completions", {"messages": SAID} | GREEDY)[1]
-    status, found = client.ask("/v1/chat/completions", {"messages": SAID} | GREEDY | unasked)
-    assert status == 200 and found["choices"] == plain["choices"]
+    status, result = client.ask("/v1/chat/completions", {"messages": SAID} | GREEDY | unasked)
+    assert status == 200 and result["choices"] == plain["choices"]
 
 
 @pytest.mark.parametrize("asks", [{"verbosity": "low"}, {"audio": {}}])
 def test_what_asks_for_something_is_refused(client: Client, asks: dict[str, Any]) -> None:
     (name,) = asks
-    found = error(client, 400, "/v1/chat/completions", {"messages": SAID} | asks)
-    assert found["message"] == f"{name}: is not supported" and found["param"] == name
+    result = error(client, 400, "/v1/chat/completions", {"messages": SAID} | asks)
+    assert result["message"] == f"{name}: is not supported" and result["param"] == name
 
 
 @pytest.mark.parametrize(
@@ -80,21 +80,21 @@ def test_what_asks_for_something_is_refused(client: Client, asks: dict[str, Any]
 )
 def test_a_wrong_message_is_named_by_its_place(client: Client, message: dict[str, Any], said: str) -> None:
     """Without the names of the types that it might have been."""
-    found = error(client, 400, "/v1/chat/completions", {"messages": [{"role": "user"} | message]})
-    assert found["message"] == said and found["param"] == said.split(":")[0]
+    result = error(client, 400, "/v1/chat/completions", {"messages": [{"role": "user"} | message]})
+    assert result["message"] == said and result["param"] == said.split(":")[0]
 
 
 def test_the_length_that_was_given_is_named(client: Client) -> None:
-    found = error(client, 400, "/v1/chat/completions", {"messages": SAID, "max_completion_tokens": 0})
-    assert found["message"].startswith("max_completion_tokens: ") and found["param"] == "max_completion_tokens"
+    result = error(client, 400, "/v1/chat/completions", {"messages": SAID, "max_completion_tokens": 0})
+    assert result["message"].startswith("max_completion_tokens: ") and result["param"] == "max_completion_tokens"
 
 
 def test_codes_that_clients_look_for(client: Client) -> None:
     """They shorten the conversation or ask another server."""
-    found = error(client, 400, "/v1/completions", {"prompt": [1] * CONTEXT})
-    assert found["code"] == "context_length_exceeded" and "prompt is too long" in found["message"]
-    found = error(client, 404, "/v1/completions", {"prompt": "x", "model": "other"})
-    assert (found["code"], found["param"]) == ("model_not_found", "model")
+    result = error(client, 400, "/v1/completions", {"prompt": [1] * CONTEXT})
+    assert result["code"] == "context_length_exceeded" and "prompt is too long" in result["message"]
+    result = error(client, 404, "/v1/completions", {"prompt": "x", "model": "other"})
+    assert (result["code"], result["param"]) == ("model_not_found", "model")
     assert error(client, 404, "/v1/models/other")["code"] == "model_not_found"
 
 
@@ -133,16 +133,16 @@ def test_too_large_a_body_is_refused_before_it_is_sent(client: Client) -> None:
 
 def test_connections_are_kept_for_longer_than_clients_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that closes an idle one just as a request comes leaves it unanswered; proxies wait for 60 seconds."""
-    found = []
+    result = []
 
     class Stub(app._Server):
         def run(self, sockets: Any = None) -> None:
-            found.append(self.config.timeout_keep_alive)
+            result.append(self.config.timeout_keep_alive)
 
     monkeypatch.setattr(app, "_Server", Stub)
     with fake_llm() as opened, app.bind("127.0.0.1", 0) as listening:
         app.serve(app.Served(opened, "tiny"), listening)
-    assert found[0] > 60
+    assert result[0] > 60
 
 
 def test_penalties_of_what_was_generated(client: Client) -> None:

@@ -78,10 +78,10 @@ def assert_page(path: str, rows: list[str], update: bool) -> None:
     text = PAGE.read_text(encoding="utf-8")
     start = text.index(f"## {path}\n")
     head = text.index("|---|---|---|\n", start) + len("|---|---|---|\n")
-    found = re.match(r"(\|.*\n)*", text[head:])
-    assert found
+    result = re.match(r"(\|.*\n)*", text[head:])
+    assert result
     if update:
         written = "".join(f"{line}\n" for line in rows)
-        PAGE.write_text(text[:head] + written + text[head + found.end() :], encoding="utf-8")
+        PAGE.write_text(text[:head] + written + text[head + result.end() :], encoding="utf-8")
         return
-    assert found[0].splitlines() == rows, "docs/compatibility.md: run pytest --update-golden and read what it wrote"
+    assert result[0].splitlines() == rows, "docs/compatibility.md: run pytest --update-golden and read what it wrote"

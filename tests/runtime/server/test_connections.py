@@ -64,8 +64,8 @@ def sent(opened: socket.socket, request: bytes) -> tuple[int, str]:
         response.begin()
     except (http.client.BadStatusLine, ConnectionError):
         return 0, ""
-    found = json.loads(response.read())
-    return response.status, found["error"]["message"] if "error" in found else ""
+    result = json.loads(response.read())
+    return response.status, result["error"]["message"] if "error" in result else ""
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ BARE = {"temperature": 0, "ignore_eos": False}
 @pytest.fixture(scope="module")
 def client(executors: None) -> Iterator[Client]:
     llm = fake_llm(tokenizer=byte_tokenizer(), pages=200)
-    with llm, serving(llm, template=lambda messages: messages[0]["content"]) as found:
-        yield found
+    with llm, serving(llm, template=lambda messages: messages[0]["content"]) as result:
+        yield result
 
 
 def alone(prompt: str | list[int], count: int) -> list[int]:
@@ -41,8 +41,8 @@ def test_the_prompt_alone(client: Client) -> None:
     told, tokens = choice["logprobs"], tokens_of(client, PROMPT)
     assert "".join(told["tokens"]) == PROMPT and told["text_offset"] == list(range(len(PROMPT)))
     assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-    for at, found in enumerate(wanted(tokens, 3), start=1):
-        assert told["token_logprobs"][at] == pytest.approx(found[tokens[at]].logprob, abs=1e-11)
+    for at, result in enumerate(wanted(tokens, 3), start=1):
+        assert told["token_logprobs"][at] == pytest.approx(result[tokens[at]].logprob, abs=1e-11)
         assert told["tokens"][at] in told["top_logprobs"][at]
     assert whole["usage"]["completion_tokens"] == 0 and whole["usage"]["total_tokens"] == len(tokens)
     assert client.complete(PROMPT, echo=True, max_tokens=0)["choices"] == [choice | {"logprobs": None}]
@@ -155,14 +155,14 @@ def test_biases(client: Client) -> None:
 
 def parsed(outputs: Any, ctxlens: list[int]) -> list[tuple[float, bool]]:
     """As lm-evaluation-harness 0.4.9 reads a response: `LocalCompletionsAPI.parse_logprobs`."""
-    found = []
+    result = []
     for choice, ctxlen in zip(sorted(outputs["choices"], key=lambda one: one["index"]), ctxlens, strict=True):
         assert ctxlen > 0
         logprobs = choice["logprobs"]["token_logprobs"][ctxlen:-1]
         tops = choice["logprobs"]["top_logprobs"][ctxlen:-1]
         greedy = all(one == max(top.values()) for one, top in zip(logprobs, tops, strict=True))
-        found.append((sum(logprobs), greedy))
-    return found
+        result.append((sum(logprobs), greedy))
+    return result
 
 
 def test_an_evaluation_reads_continuations(client: Client) -> None:

@@ -52,14 +52,14 @@ def embeddings(client: Client) -> Iterator[Any]:
 @pytest.mark.parametrize("form", ["float", "base64", None])
 def test_embeddings(client: Client, embeddings: Any, wanted: Callable[..., np.ndarray], form: Any) -> None:
     options = {} if form is None else {"encoding_format": form}
-    found = embeddings.create(model="tiny", input=TEXTS, **options)
-    assert [one.index for one in found.data] == [0, 1, 2] and found.model == "tiny"
-    values = [one.embedding for one in found.data]
+    result = embeddings.create(model="tiny", input=TEXTS, **options)
+    assert [one.index for one in result.data] == [0, 1, 2] and result.model == "tiny"
+    values = [one.embedding for one in result.data]
     if form == "base64":
         values = [np.frombuffer(base64.b64decode(value), "<f4") for value in values]
     np.testing.assert_array_equal(np.array(values, np.float32), wanted())
     ids = [client.service.llm.encode(text) for text in TEXTS]
-    assert found.usage.prompt_tokens == found.usage.total_tokens == sum(map(len, ids))
+    assert result.usage.prompt_tokens == result.usage.total_tokens == sum(map(len, ids))
     for given, row in ((ids[0], 0), (ids[2:], 2), (TEXTS[1], 1)):
         np.testing.assert_array_equal(embeddings.create(model="tiny", input=given).data[0].embedding, wanted()[row])
 
@@ -77,16 +77,16 @@ def test_embeddings_are_counted(client: Client, embeddings: Any) -> None:
 
 
 def test_pooling_and_dimensions(embeddings: Any, wanted: Callable[..., np.ndarray]) -> None:
-    found = embeddings.create(model="tiny", input=TEXTS, dimensions=7, extra_body={"pooling": "mean"})
-    values = np.array([one.embedding for one in found.data], np.float32)
+    result = embeddings.create(model="tiny", input=TEXTS, dimensions=7, extra_body={"pooling": "mean"})
+    values = np.array([one.embedding for one in result.data], np.float32)
     np.testing.assert_array_equal(values, wanted(pooling="mean", dimensions=7))
 
 
 def test_embeddings_and_completions_at_once(client: Client, embeddings: Any, wanted: Callable[..., np.ndarray]) -> None:
     alone = client.complete("def main(", max_tokens=60)["choices"]
-    found: list[Any] = []
+    result: list[Any] = []
     writers = [
-        threading.Thread(target=lambda: found.append(client.complete("def main(", max_tokens=60)["choices"]))
+        threading.Thread(target=lambda: result.append(client.complete("def main(", max_tokens=60)["choices"]))
         for _ in range(3)
     ]
     for writer in writers:
@@ -96,7 +96,7 @@ def test_embeddings_and_completions_at_once(client: Client, embeddings: Any, wan
         np.testing.assert_array_equal(np.array(values, np.float32), wanted())
     for writer in writers:
         writer.join()
-    assert found == [alone] * 3
+    assert result == [alone] * 3
 
 
 @pytest.mark.parametrize(

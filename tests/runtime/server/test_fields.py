@@ -68,9 +68,9 @@ def test_the_best_of_several_samples(client: Client, llm: LLM) -> None:
     mean = {each.text: sum(p[t].logprob for t, p in zip(each.token_ids, each.logprobs)) / len(each.token_ids) for each in every}  # type: ignore[arg-type]  # fmt: skip  # noqa: B905, E501
     ordered = sorted(mean, key=lambda text: -mean[text])
     assert len(ordered) == 6 and ordered[:2] != [each.text for each in every[:2]]
-    found = llm.generate("ab", n=2, best_of=6, **options)[0].outputs
-    assert [each.text for each in found] == ordered[:2] and [each.index for each in found] == [0, 1]
-    assert found[0].logprobs is None and found[0].cumulative_logprob is None
+    result = llm.generate("ab", n=2, best_of=6, **options)[0].outputs
+    assert [each.text for each in result] == ordered[:2] and [each.index for each in result] == [0, 1]
+    assert result[0].logprobs is None and result[0].cumulative_logprob is None
     response = client.complete("ab", n=2, best_of=6, logprobs=1, **options)
     choices = response["choices"]
     assert response["usage"]["completion_tokens"] == sum(len(each.token_ids) for each in every)
@@ -87,8 +87,8 @@ def test_replies_without_content_come_back(client: Client, absent: dict[str, Any
     """As an empty text: clients send a conversation back as they got it."""
     spoken = [*SAID, {"role": "assistant", "refusal": None, **absent}, {"role": "user", "content": "c"}]
     empty = [*SAID, {"role": "assistant", "content": ""}, {"role": "user", "content": "c"}]
-    status, found = client.ask(CHAT, {"messages": spoken} | GREEDY)
-    assert status == 200 and found["choices"] == client.ask(CHAT, {"messages": empty} | GREEDY)[1]["choices"]
+    status, result = client.ask(CHAT, {"messages": spoken} | GREEDY)
+    assert status == 200 and result["choices"] == client.ask(CHAT, {"messages": empty} | GREEDY)[1]["choices"]
     for role in ("user", "system"):
         said = client.refused(400, {"messages": [{"role": role, **absent}]}, CHAT)
         assert said == "messages.0.content: Field required"
@@ -173,10 +173,10 @@ def test_what_may_not_be_chosen_over_http(client: Client, llm: LLM) -> None:
         options = GREEDY | asked
         want = llm.generate("ab", **options)[0].outputs[0].text
         assert client.complete("ab", **options)["choices"][0]["text"] == want
-        status, found = client.ask(CHAT, {"messages": SAID} | options)
-        assert status == 200 and text_of(found["choices"][0]) == want
-    found = client.complete("ab", truncate_prompt_tokens=1, echo=True, logprobs=1, max_tokens=0)
-    assert found["choices"][0]["text"] == "b" and found["usage"]["prompt_tokens"] == 1
+        status, result = client.ask(CHAT, {"messages": SAID} | options)
+        assert status == 200 and text_of(result["choices"][0]) == want
+    result = client.complete("ab", truncate_prompt_tokens=1, echo=True, logprobs=1, max_tokens=0)
+    assert result["choices"][0]["text"] == "b" and result["usage"]["prompt_tokens"] == 1
     assert "leave no token" in client.refused(400, {"prompt": "x", "allowed_token_ids": [66], "bad_words": ["b"]})
     assert "at most max_tokens" in client.refused(400, {"prompt": "x", "min_tokens": 17})
     assert client.ask(CHAT, {"messages": SAID, "min_tokens": 17, "max_tokens": 17})[0] == 200
@@ -208,8 +208,8 @@ def test_the_middle_of_a_text(marks: tuple[str, ...]) -> None:
     ids += [*tokenizer.encode("cd", add_special_tokens=False).ids, 259]
     with fake_llm(tokenizer=tokenizer) as alone, fake_llm(tokenizer=tokenizer) as served, serving(served) as client:
         want = alone.generate([ids], **GREEDY)[0].outputs[0].text
-        found = client.complete(["ab", "x"], suffix="cd")
-        assert found["choices"][0]["text"] == want and found["usage"]["prompt_tokens"] == len(ids) + len(ids) - 1
+        result = client.complete(["ab", "x"], suffix="cd")
+        assert result["choices"][0]["text"] == want and result["usage"]["prompt_tokens"] == len(ids) + len(ids) - 1
         assert "suffix is for prompts of text" in client.refused(400, {"prompt": [1, 2], "suffix": "x"})
         assert "echo with suffix" in client.refused(400, {"prompt": "x", "suffix": "x", "echo": True})
 
@@ -222,10 +222,10 @@ def test_values_that_ask_for_nothing(client: Client) -> None:
 
 def test_tokens_of_texts_and_texts_of_tokens(client: Client, llm: LLM) -> None:
     ids = llm.encode("a é")
-    found = client.ask("/tokenize", {"prompt": "a é", "model": "tiny", "return_token_strs": True})[1]
-    assert found["tokens"] == ids and found["count"] == len(ids) == 4 and found["max_model_len"] == llm.context
-    assert found["token_strs"] == ["a", "Ġ", "Ã", "©"]
-    assert client.ask("/tokenize", {"prompt": "a é"})[1] == found | {"token_strs": None}
+    result = client.ask("/tokenize", {"prompt": "a é", "model": "tiny", "return_token_strs": True})[1]
+    assert result["tokens"] == ids and result["count"] == len(ids) == 4 and result["max_model_len"] == llm.context
+    assert result["token_strs"] == ["a", "Ġ", "Ã", "©"]
+    assert client.ask("/tokenize", {"prompt": "a é"})[1] == result | {"token_strs": None}
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
     assert client.ask("/tokenize", {"messages": talk})[1]["tokens"] == llm.encode("a|")
     assert client.ask("/detokenize", {"tokens": [0, *ids, 0], "model": "tiny"})[1] == {"prompt": "<eos>a é<eos>"}

@@ -87,10 +87,10 @@ def test_isolated_keys_share_no_prefixes(isolated: bool, llm: LLM) -> None:
     """Neither do they see in `usage` that another client has sent the same prompt before."""
     prompt = [7, 8, 9 + isolated] * 50
     with serving(llm, isolate_keys=isolated) as client:
-        found = []
+        result = []
         for key in ("ann", "ann", "bob", "bob", None):
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             status, answer = client.ask("/v1/completions", {"prompt": prompt, "max_tokens": 1}, **headers)
             assert status == 200
-            found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
-    assert found == ([False, True, False, True, False] if isolated else [False, True, True, True, True])
+            result.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+    assert result == ([False, True, False, True, False] if isolated else [False, True, True, True, True])

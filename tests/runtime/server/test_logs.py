@@ -125,9 +125,9 @@ def test_requests_that_wait_are_timed(llm: LLM) -> None:
     with fake_llm(tokenizer=byte_tokenizer(), max_batch=1) as narrow, serving(narrow) as client:
         client.complete(["abc", "abd"], max_tokens=200)
         lines = client.open("/metrics").read().decode().splitlines()
-    found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    result = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     label = '{model_name="tiny"}'
-    assert found[f"qcompile_queue_seconds_count{label}"] == "2.0"
-    waited, total = (float(found[f"qcompile_{name}_seconds_sum{label}"]) for name in ("queue", "request"))
+    assert result[f"qcompile_queue_seconds_count{label}"] == "2.0"
+    waited, total = (float(result[f"qcompile_{name}_seconds_sum{label}"]) for name in ("queue", "request"))
     assert total / 5 < waited < total
-    assert all('model_name="tiny"' in name for name in found)
+    assert all('model_name="tiny"' in name for name in result)

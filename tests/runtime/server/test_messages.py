@@ -47,10 +47,10 @@ def test_a_text(messages: Any, say: Say, asked: list[Any]) -> None:
         {"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}},
         {"type": "text", "text": "b"},
     ]
-    found = messages.create(**GREEDY, system=system, metadata={"user_id": "u"})
-    assert (found.type, found.role, found.model, found.stop_reason) == ("message", "assistant", "tiny", "end_turn")
-    assert [(block.type, block.text) for block in found.content] == [("text", "Hello.")]
-    usage = found.usage
+    result = messages.create(**GREEDY, system=system, metadata={"user_id": "u"})
+    assert (result.type, result.role, result.model, result.stop_reason) == ("message", "assistant", "tiny", "end_turn")
+    assert [(block.type, block.text) for block in result.content] == [("text", "Hello.")]
+    usage = result.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == 1 and usage.output_tokens == 7
     assert [message["content"] for message in asked[-1][0]] == ["Be\nb", "x"]
 
@@ -68,10 +68,10 @@ def test_ends(messages: Any, say: Say) -> None:
 
 def test_a_conversation_goes_on_with_the_results_of_calls(messages: Any, say: Say, asked: list[Any]) -> None:
     say(REPLY)
-    found = messages.create(**GREEDY, tools=TOOLS)
-    assert [block.type for block in found.content] == ["thinking", "text", "tool_use", "tool_use"]
-    thought, said, call, other = found.content
-    assert (thought.thinking, said.text, found.stop_reason) == ("Let me see.", "Sure.", "tool_use")
+    result = messages.create(**GREEDY, tools=TOOLS)
+    assert [block.type for block in result.content] == ["thinking", "text", "tool_use", "tool_use"]
+    thought, said, call, other = result.content
+    assert (thought.thinking, said.text, result.stop_reason) == ("Let me see.", "Sure.", "tool_use")
     assert (call.name, call.input, other.name) == ("search", {"path": "a b", "count": 2}, "noop")
     results: list[Any] = [
         {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "1"}]},
@@ -80,7 +80,7 @@ def test_a_conversation_goes_on_with_the_results_of_calls(messages: Any, say: Sa
         {"type": "text", "text": "on"},
     ]
     say("Done.")
-    said_back = [*SAID, found.to_param(), {"role": "user", "content": results}]
+    said_back = [*SAID, result.to_param(), {"role": "user", "content": results}]
     after = messages.create(**GREEDY | {"messages": said_back}, tools=TOOLS)
     assert after.content[0].text == "Done."
     _, reply, first, second, last = asked[-1][0]
@@ -113,9 +113,9 @@ def test_a_stream_is_put_together(client: Client, messages: Any, say: Say) -> No
 @pytest.mark.parametrize(("choice", "names"), [("any", {"search", "noop"}), ("tool", {"noop"})])
 def test_forced_calls(messages: Any, choice: str, names: set[str]) -> None:
     chosen = {"type": choice, "disable_parallel_tool_use": True} | ({"name": "noop"} if choice == "tool" else {})
-    found = messages.create(**GREEDY, tools=TOOLS, tool_choice=chosen)
-    (call,) = found.content
-    assert call.type == "tool_use" and call.name in names and found.stop_reason == "tool_use"
+    result = messages.create(**GREEDY, tools=TOOLS, tool_choice=chosen)
+    (call,) = result.content
+    assert call.type == "tool_use" and call.name in names and result.stop_reason == "tool_use"
 
 
 def test_thinking_and_structured_outputs(messages: Any, say: Say, asked: list[Any]) -> None:
@@ -131,8 +131,8 @@ def test_thinking_and_structured_outputs(messages: Any, say: Say, asked: list[An
 def test_a_structured_output(messages: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     form = {"format": {"type": "json_schema", "schema": schema}}
-    found = messages.create(**GREEDY, output_config=form)
-    assert json.loads(found.content[0].text)["a"] in (1, 2)
+    result = messages.create(**GREEDY, output_config=form)
+    assert json.loads(result.content[0].text)["a"] in (1, 2)
 
 
 def test_tokens_are_counted(messages: Any) -> None:
@@ -201,9 +201,9 @@ def test_a_message_that_fails_says_so(messages: Any, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_is_refused(client: Client, body: dict[str, Any], said: str) -> None:
-    status, found = client.ask(PATH, ASKED | body, **{"x-api-key": "key"})
-    assert status == 400 and found["type"] == "error" and found["error"]["type"] == "invalid_request_error"
-    assert found["error"]["message"].startswith(said)
+    status, result = client.ask(PATH, ASKED | body, **{"x-api-key": "key"})
+    assert status == 400 and result["type"] == "error" and result["error"]["type"] == "invalid_request_error"
+    assert result["error"]["message"].startswith(said)
 
 
 def test_a_model_that_does_not_reason() -> None:
@@ -211,9 +211,9 @@ def test_a_model_that_does_not_reason() -> None:
         return "|".join(message["content"] for message in messages)
 
     with fake_llm(tokenizer=byte_tokenizer()) as llm, serving(llm, template=render) as client:
-        status, found = client.ask(PATH, ASKED | {"thinking": {"type": "enabled", "budget_tokens": 1024}})
+        status, result = client.ask(PATH, ASKED | {"thinking": {"type": "enabled", "budget_tokens": 1024}})
         assert (
-            status == 400 and found["error"]["message"] == "thinking: the chat template of this model has no reasoning"
+            status == 400 and result["error"]["message"] == "thinking: the chat template of this model has no reasoning"
         )
         assert client.ask(PATH, ASKED | {"thinking": {"type": "disabled"}, "max_tokens": 1})[0] == 200
 

@@ -42,8 +42,8 @@ def client(served: tuple[LLM, openai.OpenAI]) -> openai.OpenAI:
 
 
 def texts(llm: LLM, prompts: list[Any], **options: Any) -> list[str]:
-    found = llm.generate(prompts, temperature=0, max_tokens=12, ignore_eos=True, **options)
-    return [sample.text for output in found for sample in output.outputs]
+    result = llm.generate(prompts, temperature=0, max_tokens=12, ignore_eos=True, **options)
+    return [sample.text for output in result for sample in output.outputs]
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -58,20 +58,20 @@ def test_completions(client: openai.OpenAI, alone: LLM) -> None:
     """Prompts of all four forms, and several samples."""
     ids = [alone.encode(text) for text in ("ab", "cde")]
     for prompt, prompts in (("ab", ["ab"]), (["ab", "cde"], ["ab", "cde"]), (ids[0], ["ab"]), (ids, ["ab", "cde"])):
-        found = client.completions.create(model="tiny", prompt=prompt, **GREEDY)
-        assert [choice.text for choice in found.choices] == texts(alone, prompts)
-        assert found.usage and found.usage.completion_tokens == 12 * len(prompts)
-    found = client.completions.create(model="tiny", prompt=ids, n=2, best_of=2, seed=3, max_tokens=5, stop=["\n\n"])
-    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
-    found = client.completions.create(model="tiny", prompt="x é", echo=True, logprobs=2, max_tokens=0)
-    told = found.choices[0].logprobs
+        result = client.completions.create(model="tiny", prompt=prompt, **GREEDY)
+        assert [choice.text for choice in result.choices] == texts(alone, prompts)
+        assert result.usage and result.usage.completion_tokens == 12 * len(prompts)
+    result = client.completions.create(model="tiny", prompt=ids, n=2, best_of=2, seed=3, max_tokens=5, stop=["\n\n"])
+    assert [choice.index for choice in result.choices] == [0, 1, 2, 3]
+    result = client.completions.create(model="tiny", prompt="x é", echo=True, logprobs=2, max_tokens=0)
+    told = result.choices[0].logprobs
     assert told and told.text_offset == [0, 1, 2, 2] and told.tokens == ["x", " ", "bytes:\\xc3", "bytes:\\xa9"]
 
 
 def test_chats(client: openai.OpenAI, alone: LLM) -> None:
     (want,) = texts(alone, ["ab"])
-    found = client.chat.completions.create(model="tiny", messages=SAID, **GREEDY, logprobs=True, top_logprobs=2)
-    (choice,) = found.choices
+    result = client.chat.completions.create(model="tiny", messages=SAID, **GREEDY, logprobs=True, top_logprobs=2)
+    (choice,) = result.choices
     assert choice.message.content == want and choice.finish_reason == "length" and choice.logprobs
     told = choice.logprobs.content or []
     assert b"".join(bytes(one.bytes or []) for one in told).decode(errors="replace") == want
@@ -80,8 +80,8 @@ def test_chats(client: openai.OpenAI, alone: LLM) -> None:
     assert client.chat.completions.create(model="tiny", messages=back, store=True, metadata={"a": "b"}, max_tokens=1)
     fields = {"min_tokens": 3, "bad_words": ["zz"], "top_k": 5, "stop_token_ids": [7], "prompt_logprobs": 1}
     body = {"extra_body": fields, "reasoning_effort": "none", "n": 2, "seed": -1, "tool_choice": "none"}
-    found = client.chat.completions.create(model="tiny", messages=SAID, max_completion_tokens=4, **body)
-    assert len(found.choices) == 2 and (found.model_extra or {})["prompt_logprobs"][0] is None
+    result = client.chat.completions.create(model="tiny", messages=SAID, max_completion_tokens=4, **body)
+    assert len(result.choices) == 2 and (result.model_extra or {})["prompt_logprobs"][0] is None
 
 
 def test_streams(served: tuple[LLM, openai.OpenAI], alone: LLM) -> None:

@@ -60,6 +60,6 @@ def test_a_stream_is_put_together(client: Any, say: Say) -> None:
 def test_arguments_are_parsed_by_a_class(client: Any, say: Say) -> None:
     say(REPLY)
     tools = [openai.pydantic_function_tool(search)]
-    found = client.parse(model="tiny", messages=SAID, tools=tools, temperature=0, parallel_tool_calls=False)
-    [call] = found.choices[0].message.tool_calls
+    result = client.parse(model="tiny", messages=SAID, tools=tools, temperature=0, parallel_tool_calls=False)
+    [call] = result.choices[0].message.tool_calls
     assert call.function.parsed_arguments == search(path="a b", count=2)

@@ -55,15 +55,15 @@ def written(messages: list[dict[str, Any]], **variables: object) -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
+    with chromium() as result:
+        yield result
 
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
     """For a test with a server of its own."""
-    with fake_llm(tokenizer=byte_tokenizer()) as found:
-        yield found
+    with fake_llm(tokenizer=byte_tokenizer()) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -152,15 +152,15 @@ LINKS = {
 
 
 def test_markdown_becomes_elements(browser: Browser, address: str) -> None:
-    cases = MARKDOWN | {text: f"<p>{found}</p>" for text, found in LINKS.items()}
+    cases = MARKDOWN | {text: f"<p>{result}</p>" for text, result in LINKS.items()}
     code = "~~~ c x\n\tint a;\n```\n\n  <b>\n~~~\nafter\n- x\n  ```\n  y\n    z\n  ```\n\n```py\nopen"
     with opened(browser, address) as page:
-        for (text, expected), found in zip(cases.items(), shown(page, list(cases)), strict=True):
-            assert found == expected, text
-        (found,) = shown(page, [code])
-        blocks = re.findall(r"<code>(.*?)</code>", found, re.DOTALL)
+        for (text, expected), result in zip(cases.items(), shown(page, list(cases)), strict=True):
+            assert result == expected, text
+        (result,) = shown(page, [code])
+        blocks = re.findall(r"<code>(.*?)</code>", result, re.DOTALL)
         assert blocks == ["\tint a;\n```\n\n  &lt;b&gt;", "y\n  z", "open"]
-        assert re.findall(r'data-language="(\w*)"', found) == ["c", "", "py"] and "<p>after</p>" in found
+        assert re.findall(r'data-language="(\w*)"', result) == ["c", "", "py"] and "<p>after</p>" in result
 
 
 TAGS = """

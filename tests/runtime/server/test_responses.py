@@ -51,34 +51,34 @@ def responses(client: Client) -> Iterator[Any]:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What templates get."""
-    found: list[Any] = []
+    result: list[Any] = []
     render = ChatTemplate.__call__
 
     def noted(self: ChatTemplate, messages: Any, **variables: Any) -> str:
-        found.append((messages, variables))
+        result.append((messages, variables))
         return render(self, messages, **variables)
 
     monkeypatch.setattr(ChatTemplate, "__call__", noted)
-    return found
+    return result
 
 
 def test_a_text(responses: Any, say: Say, asked: list[Any]) -> None:
     say("Hello.")
-    found = responses.create(**ASKED, instructions="Be brief.", metadata={"a": "b"}, store=False)
-    assert found.output_text == "Hello." and found.status == "completed" and found.error is None
-    assert (found.model, found.instructions, found.metadata) == ("tiny", "Be brief.", {"a": "b"})
-    assert found.usage.input_tokens == 1 and found.usage.output_tokens == 7 and found.usage.total_tokens == 8
-    assert (found.temperature, found.max_output_tokens, found.tool_choice, found.tools) == (0, 500, "auto", [])
+    result = responses.create(**ASKED, instructions="Be brief.", metadata={"a": "b"}, store=False)
+    assert result.output_text == "Hello." and result.status == "completed" and result.error is None
+    assert (result.model, result.instructions, result.metadata) == ("tiny", "Be brief.", {"a": "b"})
+    assert result.usage.input_tokens == 1 and result.usage.output_tokens == 7 and result.usage.total_tokens == 8
+    assert (result.temperature, result.max_output_tokens, result.tool_choice, result.tools) == (0, 500, "auto", [])
     assert [message["content"] for message in asked[-1][0]] == ["Be brief.", "x"]
     with pytest.raises(openai.NotFoundError, match="there is no response"):
-        responses.retrieve(found.id)
+        responses.retrieve(result.id)
 
 
 def test_max_output_tokens_leave_it_incomplete(responses: Any, say: Say) -> None:
     say("Hello.")
-    found = responses.create(**ASKED | {"max_output_tokens": 3})
-    assert found.status == "incomplete" and found.incomplete_details.reason == "max_output_tokens"
-    assert found.output_text == "Hel" and found.output[0].status == "incomplete"
+    result = responses.create(**ASKED | {"max_output_tokens": 3})
+    assert result.status == "incomplete" and result.incomplete_details.reason == "max_output_tokens"
+    assert result.output_text == "Hel" and result.output[0].status == "incomplete"
     with responses.stream(**ASKED | {"max_output_tokens": 3}) as stream:
         *_, done, last = list(stream)
     assert last.type == "response.incomplete" and done.item.status == "incomplete" == last.response.status
@@ -86,20 +86,20 @@ def test_max_output_tokens_leave_it_incomplete(responses: Any, say: Say) -> None
 
 def test_a_conversation_goes_on_with_the_results_of_calls(responses: Any, say: Say, asked: list[Any]) -> None:
     say(REPLY)
-    found = responses.create(**ASKED, tools=TOOLS)
-    thought, said, call, other = found.output
-    assert [item.type for item in found.output] == ["reasoning", "message", "function_call", "function_call"]
+    result = responses.create(**ASKED, tools=TOOLS)
+    thought, said, call, other = result.output
+    assert [item.type for item in result.output] == ["reasoning", "message", "function_call", "function_call"]
     assert thought.content[0].text == "Let me see." and said.content[0].text == "Sure."
     assert (call.name, json.loads(call.arguments)) == ("search", {"path": "a b", "count": 2}) and other.name == "noop"
-    assert 5 <= found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+    assert 5 <= result.usage.output_tokens_details.reasoning_tokens < result.usage.output_tokens
     say("Done.")
     results: list[Any] = [
         {"type": "function_call_output", "call_id": each.call_id, "output": each.name} for each in (call, other)
     ]
-    after = responses.create(**ASKED | {"input": results}, tools=TOOLS, previous_response_id=found.id)
-    assert after.output_text == "Done." and after.previous_response_id == found.id
+    after = responses.create(**ASKED | {"input": results}, tools=TOOLS, previous_response_id=result.id)
+    assert after.output_text == "Done." and after.previous_response_id == result.id
     kept = asked[-1][0]
-    back = [{"role": "user", "content": "x"}, *found.output, *results]
+    back = [{"role": "user", "content": "x"}, *result.output, *results]
     assert responses.create(**ASKED | {"input": back}, tools=TOOLS, store=False).output_text == "Done."
     assert asked[-1][0] == kept and [message["role"] for message in kept] == ["user", "assistant", "tool", "tool"]
     assert kept[1]["reasoning_content"] == "Let me see." and kept[1]["content"] == "Sure."
@@ -110,18 +110,18 @@ def test_a_conversation_goes_on_with_the_results_of_calls(responses: Any, say: S
 
 def test_kept_responses(responses: Any, say: Say) -> None:
     say("Hello.")
-    found = responses.create(**ASKED)
-    assert responses.retrieve(found.id) == found
+    result = responses.create(**ASKED)
+    assert responses.retrieve(result.id) == result
     with pytest.raises(openai.BadRequestError, match="only responses in the background can be cancelled"):
-        responses.cancel(found.id)
+        responses.cancel(result.id)
     with pytest.raises(openai.BadRequestError, match="stream: a response that was kept cannot be streamed"):
-        responses.retrieve(found.id, stream=True)
-    responses.delete(found.id)
+        responses.retrieve(result.id, stream=True)
+    responses.delete(result.id)
     for use in (responses.retrieve, responses.delete, responses.cancel):
-        with pytest.raises(openai.NotFoundError, match=f"there is no response '{found.id[:5]}"):
-            use(found.id)
+        with pytest.raises(openai.NotFoundError, match=f"there is no response '{result.id[:5]}"):
+            use(result.id)
     with pytest.raises(openai.BadRequestError, match="previous_response_id: there is no response"):
-        responses.create(**ASKED, previous_response_id=found.id)
+        responses.create(**ASKED, previous_response_id=result.id)
 
 
 def test_a_stream_is_put_together(client: Client, responses: Any, say: Say) -> None:
@@ -153,8 +153,8 @@ def test_a_parsed_output(responses: Any) -> None:
     class Answer(BaseModel):
         a: bool
 
-    found = responses.parse(**ASKED, text_format=Answer)
-    assert found.output_parsed.a in (True, False) and found.text.format.type == "json_schema"
+    result = responses.parse(**ASKED, text_format=Answer)
+    assert result.output_parsed.a in (True, False) and result.text.format.type == "json_schema"
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_a_parsed_output(responses: Any) -> None:
     ],
 )
 def test_forced_calls(responses: Any, choice: Any, name: str | None) -> None:
-    found = responses.create(**ASKED, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
-    (call,) = found.output
+    result = responses.create(**ASKED, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+    (call,) = result.output
     assert call.type == "function_call" and call.name in ([name] if name else ["search", "noop"])
     assert isinstance(json.loads(call.arguments), dict)
 
@@ -219,15 +219,15 @@ def test_tokens_in_the_text_of_a_reply() -> None:
 def test_input_items(responses: Any, say: Say) -> None:
     say("Hello.")
     given = [{"role": "user", "content": name} for name in "abc"]
-    found = responses.create(**ASKED | {"input": given})
-    listed = responses.input_items.list(found.id, limit=2)
+    result = responses.create(**ASKED | {"input": given})
+    listed = responses.input_items.list(result.id, limit=2)
     assert [item.content[0].text for item in listed.data] == ["c", "b"] and listed.has_more
     assert [item.content[0].text for item in listed] == ["c", "b", "a"]
     assert listed.data[0].type == "message" and listed.data[0].content[0].type == "input_text"
-    (last,) = responses.input_items.list(found.id, order="asc", after=listed.data[1].id).data
+    (last,) = responses.input_items.list(result.id, order="asc", after=listed.data[1].id).data
     assert last == listed.data[0]
     with pytest.raises(openai.BadRequestError, match="after: there is no item 'x'"):
-        responses.input_items.list(found.id, after="x")
+        responses.input_items.list(result.id, after="x")
 
 
 def test_allowed_tools_alone_are_shown(responses: Any, say: Say, asked: list[Any]) -> None:
@@ -328,10 +328,10 @@ def test_items_as_messages() -> None:
     result = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "1"}]}
     text = {"role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]}
     items = [text, text, reasoning, text, call, text, reasoning, call, result, hidden, text]
-    found = messages_of(ResponsesRequest.model_validate({"input": items}).input)
+    outcome = messages_of(ResponsesRequest.model_validate({"input": items}).input)
     called = {"tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
     said = {"role": "assistant", "content": "a"}
-    assert found == [
+    assert outcome == [
         said,
         said,
         said | {"content": "aa", "reasoning_content": "hm"} | called,
@@ -348,14 +348,14 @@ def test_the_oldest_responses_are_forgotten() -> None:
         store.add(StoredResponse({"id": str(number)}, [{"content": "x" * length}]))
 
     def kept() -> list[int]:
-        found = []
+        result = []
         for number in range(20):
             try:
                 store.get(str(number))
-                found.append(number)
+                result.append(number)
             except UnknownResponseError:
                 pass
-        return found
+        return result
 
     for number in range(5):
         add(number)

@@ -55,9 +55,9 @@ def client() -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def schema(client: Client) -> dict[str, Any]:
-    status, found = client.ask("/openapi.json")
+    status, result = client.ask("/openapi.json")
     assert status == 200
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("path", "body", "model"), ASKED)
@@ -65,9 +65,9 @@ def test_answers_are_as_described(client: Client, say: Say, path: str, body: Any
     if "logprobs" not in str(body):  # the script of replies makes no logits
         say(REPLY)
     sampled = path in (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
-    status, found = client.ask(path, body | {"temperature": 0} if sampled else body)
+    status, result = client.ask(path, body | {"temperature": 0} if sampled else body)
     assert status == 200
-    model.model_validate(found)
+    model.model_validate(result)
 
 
 def test_answers_about_a_response_are_as_described(client: Client, say: Say) -> None:
@@ -87,8 +87,8 @@ def test_refusals_are_as_described(client: Client) -> None:
 def test_embeddings_are_as_described(tiny_artifact: Callable[[str], Path]) -> None:
     with qcompile.load(tiny_artifact("f32"), threads=1, max_batch=2) as llm, serving(llm) as client:
         for form in ("float", "base64"):
-            status, found = client.ask("/v1/embeddings", {"input": "x", "encoding_format": form})
-            assert status == 200 and answers.EmbeddingsAnswer.model_validate(found)
+            status, result = client.ask("/v1/embeddings", {"input": "x", "encoding_format": form})
+            assert status == 200 and answers.EmbeddingsAnswer.model_validate(result)
 
 
 def test_all_routes_are_described(client: Client, schema: dict[str, Any]) -> None:

@@ -63,14 +63,14 @@ class Client:
         return response.status, json.loads(response.read())
 
     def complete(self, prompt: Any, **options: Any) -> dict[str, Any]:
-        status, found = self.ask("/v1/completions", {"prompt": prompt} | GREEDY | options)
-        assert status == 200, found
-        return found
+        status, result = self.ask("/v1/completions", {"prompt": prompt} | GREEDY | options)
+        assert status == 200, result
+        return result
 
     def refused(self, status: int, body: Any, path: str = "/v1/completions", **headers: str) -> str:
-        got, found = self.ask(path, body, **headers)
-        assert got == status and set(found["error"]) == {"message", "type", "param", "code"}
-        return found["error"]["message"]
+        got, result = self.ask(path, body, **headers)
+        assert got == status and set(result["error"]) == {"message", "type", "param", "code"}
+        return result["error"]["message"]
 
 
 @contextmanager
@@ -147,13 +147,13 @@ def slow_steps(llm: LLM, seconds: float = 0.02) -> Iterator[None]:
 
 
 def test_a_completion_is_what_generate_gives(client: Client, alone: list[str]) -> None:
-    found = client.complete(PROMPTS[0], model="tiny", user="someone")
-    assert found["object"] == "text_completion" and found["model"] == "tiny" and found["id"].startswith("cmpl-")
-    assert found["choices"] == [{"index": 0, "text": alone[0], "logprobs": None, "finish_reason": "length"}]
+    result = client.complete(PROMPTS[0], model="tiny", user="someone")
+    assert result["object"] == "text_completion" and result["model"] == "tiny" and result["id"].startswith("cmpl-")
+    assert result["choices"] == [{"index": 0, "text": alone[0], "logprobs": None, "finish_reason": "length"}]
     count = len(client.service.llm.encode(PROMPTS[0]))
     usage = {"prompt_tokens": count, "completion_tokens": 24, "total_tokens": count + 24}
-    assert found["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
-    assert client.complete(client.service.llm.encode(PROMPTS[0]))["choices"] == found["choices"]
+    assert result["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert client.complete(client.service.llm.encode(PROMPTS[0]))["choices"] == result["choices"]
 
 
 def test_requests_at_once_do_not_see_each_other(client: Client, alone: list[str]) -> None:
@@ -173,15 +173,15 @@ def test_requests_at_once_do_not_see_each_other(client: Client, alone: list[str]
 
 def test_prompts_and_samples_are_numbered(client: Client, llm: LLM) -> None:
     options = {"temperature": 1.0, "seed": 5, "max_tokens": 9}
-    found = client.complete(PROMPTS[:3], n=2, **options)
-    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3, 4, 5]
+    result = client.complete(PROMPTS[:3], n=2, **options)
+    assert [choice["index"] for choice in result["choices"]] == [0, 1, 2, 3, 4, 5]
     body = {"prompt": PROMPTS[:3], "n": 2, "stream": True, "stream_options": {"include_usage": True}, **options}
     pieces = events(client.open("/v1/completions", body | {"ignore_eos": True}))
-    assert pieces[-1]["choices"] == [] and pieces[-1]["usage"] == found["usage"]
+    assert pieces[-1]["choices"] == [] and pieces[-1]["usage"] == result["usage"]
     texts = [""] * 6
     for piece in pieces[:-1]:
         texts[piece["choices"][0]["index"]] += piece["choices"][0]["text"]
-    assert texts == [choice["text"] for choice in found["choices"]]
+    assert texts == [choice["text"] for choice in result["choices"]]
     ends = [piece["choices"][0]["index"] for piece in pieces[:-1] if piece["choices"][0]["finish_reason"]]
     assert sorted(ends) == [0, 1, 2, 3, 4, 5]
 
@@ -189,10 +189,10 @@ def test_prompts_and_samples_are_numbered(client: Client, llm: LLM) -> None:
 def test_chat_goes_through_the_template(client: Client, alone: list[str]) -> None:
     parts = [{"type": "text", "text": PROMPTS[0][:3]}, {"type": "text", "text": PROMPTS[0][3:]}]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": parts}]} | GREEDY
-    status, found = client.ask("/v1/chat/completions", body | {"max_completion_tokens": 24, "max_tokens": None})
+    status, result = client.ask("/v1/chat/completions", body | {"max_completion_tokens": 24, "max_tokens": None})
     message = {"role": "assistant", "content": alone[0]}
     assert status == 200
-    assert found["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
+    assert result["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
     with slow_steps(client.service.llm):
         pieces = events(client.open("/v1/chat/completions", body | {"stream": True, "logprobs": True}))
     assert len(pieces) > 3
@@ -214,19 +214,19 @@ def test_a_chat_template_has_all_special_tokens_itself() -> None:
 
 
 def test_log_probabilities(client: Client) -> None:
-    found = client.complete("x", logprobs=2)["choices"][0]["logprobs"]
-    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"]) == 24
-    assert all(value <= 0 for value in found["token_logprobs"]) and found["text_offset"][0] == 0
+    result = client.complete("x", logprobs=2)["choices"][0]["logprobs"]
+    assert len(result["tokens"]) == len(result["token_logprobs"]) == len(result["text_offset"]) == 24
+    assert all(value <= 0 for value in result["token_logprobs"]) and result["text_offset"][0] == 0
     with slow_steps(client.service.llm):
         pieces = events(client.open("/v1/completions", {"prompt": "x", "logprobs": 2, "stream": True} | GREEDY))
     told = [token for piece in pieces for token in piece["choices"][0]["logprobs"]["tokens"]]
-    assert told == found["tokens"] and len(pieces) > 2
+    assert told == result["tokens"] and len(pieces) > 2
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == client.complete("x")["choices"][0]["text"]
     body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2} | GREEDY
     content = client.ask("/v1/chat/completions", body)[1]["choices"][0]["logprobs"]["content"]
-    assert [token["token"] for token in content] == found["tokens"]
+    assert [token["token"] for token in content] == result["tokens"]
     assert all(len(token["top_logprobs"]) == 2 for token in content)
-    assert content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"] == found["token_logprobs"][0]
+    assert content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"] == result["token_logprobs"][0]
 
 
 def test_log_probabilities_of_parts_of_characters() -> None:
@@ -374,8 +374,8 @@ def test_other_paths_and_methods(client: Client) -> None:
     assert client.ask("/v1/completions")[0] == 405
     listed = client.ask("/v1/models")[1]["data"]
     assert listed[0]["id"] == "tiny" and client.ask("/v1/models/tiny") == (200, listed[0])
-    status, found = client.ask("/v1/models/other/one")
-    assert status == 404 and "no model 'other/one' here" in found["error"]["message"]
+    status, result = client.ask("/v1/models/other/one")
+    assert status == 404 and "no model 'other/one' here" in result["error"]["message"]
 
 
 def test_metrics_count(client: Client) -> None:
@@ -410,8 +410,8 @@ def test_a_key_may_be_of_any_letters(another: LLM) -> None:
 def test_extremes_of_one_client_harm_nobody(client: Client) -> None:
     """What overflows where it is drawn from must not end the engine that all share."""
     for options in ({"temperature": 1e-320, "top_p": 0.9}, {"temperature": 1e-320, "top_k": 3}):
-        status, found = client.ask("/v1/completions", {"prompt": "def main(", "max_tokens": 3} | options)
-        assert status == 200 and found["usage"]["completion_tokens"] == 3
+        status, result = client.ask("/v1/completions", {"prompt": "def main(", "max_tokens": 3} | options)
+        assert status == 200 and result["usage"]["completion_tokens"] == 3
     asked = {"prompt": "x", "temperature": 1, "top_p": 0.9, "repetition_penalty": 1e-46}
     assert "repetition_penalty must be a number between" in client.refused(400, asked)
     assert client.complete("x")["choices"]

@@ -109,8 +109,8 @@ def test_pieces_of_a_stream_are_held_back_while_many_run(monkeypatch: pytest.Mon
     async def ask(service: Service) -> None:
         given = [service.submit([[i, 9]], params(200), partial=True) for i in (1, 2, 3)]
         whole = service.submit([[4, 9]], params(200))
-        found = await asyncio.gather(*(texts(str(i), each) for i, each in enumerate([*given, whole])))
-        assert found == [alone(i) for i in (1, 2, 3, 4)]
+        result = await asyncio.gather(*(texts(str(i), each) for i, each in enumerate([*given, whole])))
+        assert result == [alone(i) for i in (1, 2, 3, 4)]
 
     def alone(first: int) -> list[int]:
         with fake_llm() as llm:

@@ -43,9 +43,9 @@ ASKED: list[tuple[dict[str, Any], Any]] = [
 
 @pytest.mark.parametrize(("asked", "fits"), ASKED)
 def test_every_field_is_followed_whole_and_streamed(client: Client, asked: dict[str, Any], fits: Any) -> None:
-    status, found = client.ask("/v1/chat/completions", CHAT | asked)
-    assert status == 200, found
-    [choice] = found["choices"]
+    status, result = client.ask("/v1/chat/completions", CHAT | asked)
+    assert status == 200, result
+    [choice] = result["choices"]
     assert choice["finish_reason"] == "stop" and fits(choice["message"]["content"])
     pieces = events(client.open("/v1/chat/completions", CHAT | asked | {"stream": True}))
     said = "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces if piece["choices"])

@@ -66,9 +66,9 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
 
 def chat(client: Client, **options: Any) -> dict[str, Any]:
     body = {"messages": SAID, "temperature": 0, "max_tokens": 500} | options
-    status, found = client.ask("/v1/chat/completions", body)
-    assert status == 200, found
-    return found["choices"][0]
+    status, result = client.ask("/v1/chat/completions", body)
+    assert status == 200, result
+    return result["choices"][0]
 
 
 def streamed(client: Client, **options: Any) -> dict[str, Any]:
@@ -97,9 +97,9 @@ def add(message: dict[str, Any], delta: dict[str, Any]) -> None:
 
 def test_calls_and_reasoning_are_parts_of_the_message(client: Client, say: Say) -> None:
     say(REPLY)
-    found = chat(client, tools=TOOLS)
-    message = found["message"]
-    assert found["finish_reason"] == "tool_calls"
+    result = chat(client, tools=TOOLS)
+    message = result["message"]
+    assert result["finish_reason"] == "tool_calls"
     assert (message["content"], message["reasoning_content"]) == ("Sure.", "Let me see.")
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["search", "noop"]
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"path": "a b", "count": 2}
@@ -141,23 +141,23 @@ def test_arguments_come_in_pieces() -> None:
 def test_without_tools_calls_are_text(client: Client, say: Say) -> None:
     say(REPLY)
     for options in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
-        found = chat(client, **options)
-        assert found["finish_reason"] == "stop" and "tool_calls" not in found["message"]
-        assert found["message"]["content"] == REPLY.partition("</think>\n\n")[2]
-        assert streamed(client, **options)["message"] == found["message"]
+        result = chat(client, **options)
+        assert result["finish_reason"] == "stop" and "tool_calls" not in result["message"]
+        assert result["message"]["content"] == REPLY.partition("</think>\n\n")[2]
+        assert streamed(client, **options)["message"] == result["message"]
 
 
 def test_one_call_where_one_is_allowed(client: Client, say: Say) -> None:
     say(REPLY)
-    found = chat(client, tools=TOOLS, parallel_tool_calls=False)
-    assert [call["function"]["name"] for call in found["message"]["tool_calls"]] == ["search"]
+    result = chat(client, tools=TOOLS, parallel_tool_calls=False)
+    assert [call["function"]["name"] for call in result["message"]["tool_calls"]] == ["search"]
 
 
 def test_a_call_that_breaks_off_is_of_its_length(client: Client, say: Say) -> None:
     say(CALL)
-    for found in (chat(client, tools=TOOLS, max_tokens=60), streamed(client, tools=TOOLS, max_tokens=60)):
-        assert found["finish_reason"] == "length"
-        assert CALL[:60].endswith(found["message"]["tool_calls"][0]["function"]["arguments"])
+    for result in (chat(client, tools=TOOLS, max_tokens=60), streamed(client, tools=TOOLS, max_tokens=60)):
+        assert result["finish_reason"] == "length"
+        assert CALL[:60].endswith(result["message"]["tool_calls"][0]["function"]["arguments"])
 
 
 def test_a_forced_call_ends_as_in_openais_api() -> None:
@@ -167,17 +167,17 @@ def test_a_forced_call_ends_as_in_openais_api() -> None:
     with serving_with(TEMPLATE) as client:
         for choice, reason in choices:
             options = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
-            for found in (chat(client, **options), streamed(client, **options)):
-                [call] = found["message"]["tool_calls"]
-                assert call["function"] == {"name": "noop", "arguments": "{}"} and found["finish_reason"] == reason
+            for result in (chat(client, **options), streamed(client, **options)):
+                [call] = result["message"]["tool_calls"]
+                assert call["function"] == {"name": "noop", "arguments": "{}"} and result["finish_reason"] == reason
 
 
 def test_several_samples_have_parsers_of_their_own(client: Client, say: Say) -> None:
     say(CALL)
-    status, found = client.ask(
+    status, result = client.ask(
         "/v1/chat/completions", {"messages": SAID, "temperature": 0, "max_tokens": 500, "n": 2, "tools": TOOLS}
     )
-    assert status == 200 and [len(choice["message"]["tool_calls"]) for choice in found["choices"]] == [1, 1]
+    assert status == 200 and [len(choice["message"]["tool_calls"]) for choice in result["choices"]] == [1, 1]
 
 
 def test_tokens_of_a_format_are_found_though_they_are_special(say: Say) -> None:
@@ -216,13 +216,13 @@ def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
 
 
 def test_allowed_tools_are_those_that_are_called(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Any] = []
+    result: list[Any] = []
     turn = DialogueFormat.turn
-    monkeypatch.setattr(DialogueFormat, "turn", lambda self, asked: [found.append(asked), turn(self, asked)][1])
+    monkeypatch.setattr(DialogueFormat, "turn", lambda self, asked: [result.append(asked), turn(self, asked)][1])
     called = chat(client, tools=TOOLS, tool_choice=allowed("noop", mode="required"))["message"]["tool_calls"]
     assert {call["function"]["name"] for call in called} == {"noop"}
     chat(client, tools=TOOLS, tool_choice=allowed("noop"), max_tokens=1)
-    assert [([t["function"]["name"] for t in one.tools], one.tool_choice) for one in found] == [
+    assert [([t["function"]["name"] for t in one.tools], one.tool_choice) for one in result] == [
         (["noop"], "required"),
         (["noop"], "auto"),
     ]

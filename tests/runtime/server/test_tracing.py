@@ -74,7 +74,7 @@ def test_a_request_is_traced_with_its_parts() -> None:
         assert service["service.name"] == "qcompile"
         assert began <= span.start_time_unix_nano <= span.end_time_unix_nano <= ended
         named.setdefault(span.name, []).append(span)
-    counts = {name: len(found) for name, found in named.items()}
+    counts = {name: len(result) for name, result in named.items()}
     parts = {"queue": 2, "prefill": 2, "decode": 2}
     assert counts == parts | {"GET /v1/models": 1, "POST /v1/completions": 1, "GET": 1, "PUT": 1}
     (models,), (whole,) = named["GET /v1/models"], named["POST /v1/completions"]

@@ -49,13 +49,13 @@ def test_batches_are_near_by_their_ratio() -> None:
 
 def test_what_is_known_is_of_as_many_requests_in_calls_of_the_same_kind() -> None:
     controller, subject = GammaController(SpeculationPrior((COSTS,), 0.5)), request()
-    found = {n: controller.measurements([subject] * n, True) for n in range(1, 17)}
+    result = {n: controller.measurements([subject] * n, True) for n in range(1, 17)}
     apart = [[1], [2], [3], [4], [5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16]]
     for group in apart:
-        assert len({id(found[n]) for n in group}) == 1
-    assert len({id(measured) for measured in found.values()}) == len(apart)
+        assert len({id(result[n]) for n in group}) == 1
+    assert len({id(measured) for measured in result.values()}) == len(apart)
     single = controller.measurements([subject], False)
-    assert single not in found.values() and single is controller.measurements([subject], False)
+    assert single not in result.values() and single is controller.measurements([subject], False)
 
 
 def test_the_table_is_read_anew_where_requests_become_more_or_longer() -> None:
@@ -154,13 +154,13 @@ def test_rounds_begin_where_they_are_clearly_faster_and_end_where_they_are_slowe
     assert measured.gamma == after
 
 
-@pytest.mark.parametrize(("other", "before", "found"), [(0.515, 2, 2), (0.525, 2, 4), (0.515, 0, 4)])
-def test_another_gamma_is_taken_where_it_is_clearly_better(other: float, before: int, found: int) -> None:
+@pytest.mark.parametrize(("other", "before", "result"), [(0.515, 2, 2), (0.525, 2, 4), (0.515, 0, 4)])
+def test_another_gamma_is_taken_where_it_is_clearly_better(other: float, before: int, result: int) -> None:
     controller, subject, measured = controller_of({2: 0.5, 4: other})
     measured.gamma = before
     choice = controller.choose([subject], False)
-    assert choice.gamma == measured.gamma == found
-    assert measured.gain == pytest.approx(math.exp(0.5 if found == 2 else other))
+    assert choice.gamma == measured.gamma == result
+    assert measured.gain == pytest.approx(math.exp(0.5 if result == 2 else other))
 
 
 @pytest.mark.parametrize(("round_takes", "most"), [(1.7, 7), (5.0, 2), (30.0, 1)])
@@ -187,8 +187,8 @@ def trial(
 def test_rounds_are_tried_once_whatever_is_expected_as_soon_as_they_are_paid() -> None:
     """A round loses a step; four are few."""
     assert trial(tried=False, budget=0.9) is None
-    found = [trial(tried=False, budget=budget) for budget in (1.0, 1.9, 2.5, 3.0)]
-    assert found == [(2, 1), (2, 1), (2, 2), (2, 3)]
+    result = [trial(tried=False, budget=budget) for budget in (1.0, 1.9, 2.5, 3.0)]
+    assert result == [(2, 1), (2, 1), (2, 2), (2, 3)]
     assert trial(tried=False, budget=100.0) == (2, 4)
     assert trial(tried=False, budget=0.0, cost=1.9) == (2, 6)  # nothing to lose
 
@@ -231,16 +231,16 @@ def test_plain_steps_amid_rounds(deviation: float, gain: float, age: int, budget
 
 
 @pytest.mark.parametrize(
-    ("age", "deviation", "found"),
+    ("age", "deviation", "result"),
     [(48, 0.13, (4, None)), (47, 0.13, None), (48, 0.11, None), (1000, 0.0, None)],
 )
 def test_another_gamma_is_looked_at_where_it_may_be_clearly_better(
-    age: int, deviation: float, found: tuple[int, None] | None
+    age: int, deviation: float, result: tuple[int, None] | None
 ) -> None:
     latency = SimpleNamespace(difference_deviation=lambda gamma, other: 0.0 if gamma == other else deviation)
     measured: Any = SimpleNamespace(look_age=age, gamma=2, latency=latency)
-    assert Measurements.gamma_trial(measured, {2: 0.5, 4: 0.4}) == found
-    assert measured.look_age == (0 if found else age)
+    assert Measurements.gamma_trial(measured, {2: 0.5, 4: 0.4}) == result
+    assert measured.look_age == (0 if result else age)
 
 
 def test_looks_and_plain_trials_are_as_far_apart_as_their_tokens() -> None:
@@ -283,13 +283,13 @@ def test_what_came_before_counts_less_with_each_call() -> None:
 def test_several_requests_go_by_what_is_kept_of_theirs_on_average() -> None:
     """Where half of the drafts of one are kept, as the controller expects, and all of the other's."""
     rounds = {2: 2.0}  # 1.75 tokens at a half, 2.3 at three quarters, 3 at all
-    for others, found in ((0, 2), (1, 2), (3, 0)):
+    for others, result in ((0, 2), (1, 2), (3, 0)):
         controller = GammaController(SpeculationPrior((RoundCosts(1, 1, 1.0, rounds),), 0.5))
         requests = [request() for _ in range(1 + others)]
         controller.note_steps(requests, False, 4, 4.0)
         requests[0].drafts.kept = 1e6
         controller.choose(requests, False)
-        assert controller.measurements(requests, False).gamma == found
+        assert controller.measurements(requests, False).gamma == result
 
 
 def test_no_call_is_believed_to_yield_far_more_or_less() -> None:

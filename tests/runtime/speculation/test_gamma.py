@@ -90,9 +90,9 @@ def test_best_has_the_most_tokens_a_second() -> None:
         speeds = {0: 1.0}
         for gamma, seconds in COSTS.rounds.items():
             speeds[gamma] = sum(rate**i for i in range(gamma + 1)) / seconds
-        found = best_gamma(COSTS, rate)
-        assert speeds[found] >= max(speeds.values()) / 1.03
-        assert found or max(speeds.values()) < 1.03
+        result = best_gamma(COSTS, rate)
+        assert speeds[result] >= max(speeds.values()) / 1.03
+        assert result or max(speeds.values()) < 1.03
     assert best_gamma(COSTS, 0.1) == 0 and best_gamma(COSTS, 0.99) == 8
     assert best_gamma(RoundCosts(1, 1, 1.0, {}), 0.9) == 0
 
@@ -142,8 +142,8 @@ def test_calls_that_are_held_up_lead_nowhere(base: float, slope: float, acceptan
     once (0.6x), MXFP4 drafts of bf16 (2x): of what is held up itself, which is the same for all, nothing is counted."""
     machine = Machine(SpeculationPrior((COSTS,), acceptance), base, slope, noise=0.1, held_up=4.0)
     times = [machine.answer(0.96) for _ in range(120)]
-    found, least = statistics.mean(times[20:]) / 1.05, 127 / machine.best(0.96)
-    assert found < (1.08 if least < 127 else 1.04) * least
+    result, least = statistics.mean(times[20:]) / 1.05, 127 / machine.best(0.96)
+    assert result < (1.08 if least < 127 else 1.04) * least
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-12])
@@ -234,15 +234,15 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -
     qcompile.build(str(tiny_checkpoint), out, recipe="qspec")
     prompts.write_text('{"prompt": "import os"}\n{"text": "def main("}\n')
     for data in (prompts, None):
-        found = tune.tune(out, data, 8, threads=1)
+        result = tune.tune(out, data, 8, threads=1)
         assert reader.verify(out) == []
-        assert json.loads((out / "qcompile.json").read_text())["tuned"] == found
-        assert {entry["batch"] for entry in found["table"]} == {1, 4, 16} and 0 <= found["acceptance"] <= 1
-        assert "times plain" in tune.as_text(found)
-        assert all(seconds > 0 for entry in found["table"] for seconds in entry["rounds"].values())
+        assert json.loads((out / "qcompile.json").read_text())["tuned"] == result
+        assert {entry["batch"] for entry in result["table"]} == {1, 4, 16} and 0 <= result["acceptance"] <= 1
+        assert "times plain" in tune.as_text(result)
+        assert all(seconds > 0 for entry in result["table"] for seconds in entry["rounds"].values())
     with qcompile.load(out, threads=1, gamma=AUTO) as llm:
         assert llm.engine.speculation.controller
-        assert llm.engine.speculation.controller.prior == SpeculationPrior.load(found)
+        assert llm.engine.speculation.controller.prior == SpeculationPrior.load(result)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     prompts.write_text("[]\n")
     with pytest.raises(UsageError, match="line 1: not a JSON object"):
@@ -287,8 +287,8 @@ def test_batches_that_the_cache_does_not_hold_are_not_measured(
     qcompile.build(str(tiny_checkpoint), tmp_path / "out", recipe="qspec")
     page = json.loads((tmp_path / "out" / "qcompile.json").read_text())["runtime"]["kv"]["page_bytes"]
     monkeypatch.setattr(load, "available_memory", lambda: 4 * 14 * page)
-    found = tune.tune(tmp_path / "out", None, 8, threads=1)["table"]  # of 2 and of 3 pages each
-    assert [(entry["batch"], entry["context"]) for entry in found] == [(1, 32), (1, 92), (4, 32)]
+    result = tune.tune(tmp_path / "out", None, 8, threads=1)["table"]  # of 2 and of 3 pages each
+    assert [(entry["batch"], entry["context"]) for entry in result] == [(1, 32), (1, 92), (4, 32)]
     with qcompile.load(tmp_path / "out", threads=1) as llm:
         assert llm.engine.pool.total == 14
 

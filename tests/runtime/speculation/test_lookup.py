@@ -17,22 +17,22 @@ from qcompile.runtime.step import Limits
 
 def scanned(tokens: list[int], match: int, most: int, shortest: int) -> list[int]:
     """What a lookup appends, position by position: behind the latest of the longest matches."""
-    best, found = shortest - 1, 0
+    best, result = shortest - 1, 0
     for end in range(len(tokens) - 1, 0, -1):
         size = 0
         while size < min(match, end) and tokens[end - 1 - size] == tokens[-1 - size]:
             size += 1
         if size > best:
-            best, found = size, end
+            best, result = size, end
     text = list(tokens)
-    for place in range(found, found + most if found else 0):
+    for place in range(result, result + most if result else 0):
         text.append(text[place])
     return text[len(tokens) :]
 
 
 def test_what_is_found_is_what_a_scan_finds() -> None:
     """Few tokens, so that much recurs; and tokens with bytes that begin as those of others end."""
-    draw, found = random.Random(0), 0
+    draw, result = random.Random(0), 0
     for _ in range(600):
         alphabet = draw.choice(([0, 1], [1, 2, 3], [256, 1, 65536, 257]))
         tokens = [draw.choice(alphabet) for _ in range(draw.randrange(1, 40))]
@@ -40,8 +40,8 @@ def test_what_is_found_is_what_a_scan_finds() -> None:
         text = array("i", tokens)
         want = scanned(tokens, *arguments)
         assert look_up(text, *arguments) == len(want) and text.tolist() == tokens + want
-        found += bool(want)
-    assert found > 100
+        result += bool(want)
+    assert result > 100
 
 
 @pytest.mark.parametrize(("stage", "recurring", "drafts"), [(1, 3, [9, 5]), (2, 3, []), (2, 4, [9, 5])])

@@ -173,8 +173,8 @@ def test_a_text_that_ended_within_a_call_is_continued(gamma: int, artifact: Call
         talk = [draw.randrange(llm.vocab_size) for _ in range(230)]
         cached = []
         for _ in range(40):
-            found, wanted = (each.generate([talk], temperature=0, max_tokens=40)[0] for each in (llm, anew))
-            assert found.outputs[0] == wanted.outputs[0]
-            cached.append(found.metrics.cached_tokens)
-            talk += found.outputs[0].token_ids + [draw.randrange(llm.vocab_size) for _ in range(3)]
+            result, wanted = (each.generate([talk], temperature=0, max_tokens=40)[0] for each in (llm, anew))
+            assert result.outputs[0] == wanted.outputs[0]
+            cached.append(result.metrics.cached_tokens)
+            talk += result.outputs[0].token_ids + [draw.randrange(llm.vocab_size) for _ in range(3)]
         assert sum(count > 0 for count in cached) > 20

@@ -125,7 +125,7 @@ def test_penalties_know_what_was_drafted(name: str, artifact: Callable[[str], Pa
     with qcompile.load(artifact(name), threads=1, gamma=0) as llm:
         llm.executor.samples = llm.engine.scheduler.samples = False  # type: ignore[misc]
         plain = [generate(llm, **one) for one in options]
-    assert any(len(set(tokens)) < len(tokens) - 9 for found in plain for tokens, *_ in found)  # type: ignore[arg-type, misc]
+    assert any(len(set(tokens)) < len(tokens) - 9 for result in plain for tokens, *_ in result)  # type: ignore[arg-type, misc]
     for kind in (LibrarySpeculator, HostSpeculator):
         with qcompile.load(artifact(name), threads=1) as llm:
             drafter = llm.engine.speculation.drafter
@@ -150,7 +150,7 @@ def test_bans_hold_for_what_is_drafted(name: str, artifact: Callable[[str], Path
         library = [generate(llm, **one) for one in options]
         llm.executor.samples = llm.engine.scheduler.samples = False  # type: ignore[misc]
         plain = [generate(llm, **one) for one in options]
-    assert [[found[:4] for found in each] for each in library] == [[found[:4] for found in each] for each in plain]
+    assert [[result[:4] for result in each] for each in library] == [[result[:4] for result in each] for each in plain]
     assert all(13 < len(tokens) < 40 for each in plain[:2] for tokens, *_ in each)  # type: ignore[arg-type, misc]
     assert all("#$" not in text and "&" not in text for _, text, *_ in plain[4])  # type: ignore[operator, misc]
     with qcompile.load(artifact(name), threads=1) as llm:
@@ -168,7 +168,7 @@ def test_rounds_by_the_host_are_those_of_the_library(
 ) -> None:
     """Tokens, and what was drafted and kept at every place; also of texts that say the same again and again."""
     prompts = [*PROMPTS, "word " * 60, "a b c d " * 20 + "a b"]
-    found = []
+    result = []
     for kind in (LibrarySpeculator, HostSpeculator):
         with qcompile.load(artifact(name), threads=1, gamma=gamma) as llm:
             drafter = llm.engine.speculation.drafter
@@ -180,8 +180,8 @@ def test_rounds_by_the_host_are_those_of_the_library(
             drawn = llm.generate(prompts, temperature=0.7, seed=3, max_tokens=20)
             every = [o.speculation for o in outputs if o.speculation]
             kept = [(one.rounds, one.drafted, one.accepted) for one in every] if gamma != AUTO else None
-            found.append((kept, [facts(o.outputs[0]) for o in (*outputs, *drawn)]))
-    assert found[0] == found[1]
+            result.append((kept, [facts(o.outputs[0]) for o in (*outputs, *drawn)]))
+    assert result[0] == result[1]
 
 
 def test_ends_are_the_targets_own(artifact: Callable[[str], Path]) -> None:
@@ -253,8 +253,8 @@ def test_drafts_are_drawn_as_the_target_draws(artifact: Callable[[str], Path]) -
         greedy = lambda requests, gammas, distributions: speculator.propose(requests, gammas)  # noqa: E731
         for draw in (speculator.draw, greedy):
             speculator.draw = draw  # type: ignore[method-assign]
-            found = [output.speculation for output in llm.generate(PROMPTS, params)]
-            kept.append(sum(sum(one.accepted) for one in found if one) / sum(one.rounds for one in found if one))
+            result = [output.speculation for output in llm.generate(PROMPTS, params)]
+            kept.append(sum(sum(one.accepted) for one in result if one) / sum(one.rounds for one in result if one))
         assert kept[0] > 1.5 * kept[1]
     with qcompile.load(artifact("qspec"), threads=1, gamma=4, acceptance="rejection") as llm:
         first, again = (llm.generate(PROMPTS, params) for _ in range(2))
@@ -262,19 +262,19 @@ def test_drafts_are_drawn_as_the_target_draws(artifact: Callable[[str], Path]) -
         for output in first:
             sample = output.outputs[0]
             assert sample.logprobs and len(sample.logprobs) == len(sample.token_ids)
-            assert all(token in found for token, found in zip(sample.token_ids, sample.logprobs, strict=True))
+            assert all(token in result for token, result in zip(sample.token_ids, sample.logprobs, strict=True))
 
 
 def test_metrics_say_what_happened(artifact: Callable[[str], Path]) -> None:
     with qcompile.load(artifact("qspec"), threads=1, gamma=3) as llm:
         output = llm.generate(PROMPTS[0], temperature=0, max_tokens=TOKENS)[0]
-        found = output.speculation
-        assert found and found.gamma in (1, 2, 3) and found.draft_seconds > 0 and found.verify_seconds > 0
-        kept = sum(found.accepted)
-        assert found.rounds + kept >= TOKENS - 1  # the first token is the prompt's
-        assert found.acceptance_rate == kept / sum(found.drafted)
-        assert found.tokens_per_round == 1 + kept / found.rounds
-        assert len(found.accepted_per_position) == 3
+        result = output.speculation
+        assert result and result.gamma in (1, 2, 3) and result.draft_seconds > 0 and result.verify_seconds > 0
+        kept = sum(result.accepted)
+        assert result.rounds + kept >= TOKENS - 1  # the first token is the prompt's
+        assert result.acceptance_rate == kept / sum(result.drafted)
+        assert result.tokens_per_round == 1 + kept / result.rounds
+        assert len(result.accepted_per_position) == 3
     with qcompile.load(artifact("qspec"), threads=1, gamma=0) as llm:
         assert llm.engine.speculation.drafter is None
         assert llm.generate(PROMPTS[0], temperature=0, max_tokens=4)[0].speculation is None
@@ -282,8 +282,8 @@ def test_metrics_say_what_happened(artifact: Callable[[str], Path]) -> None:
 
 def test_shared_weights_and_cache_take_no_room(artifact: Callable[[str], Path], tiny_artifact: Callable) -> None:  # type: ignore[type-arg]
     def runtime(path: Path) -> dict[str, object]:
-        found: dict[str, object] = json.loads((path / "qcompile.json").read_text())["runtime"]
-        return found
+        result: dict[str, object] = json.loads((path / "qcompile.json").read_text())["runtime"]
+        return result
 
     def weight_bytes(path: Path) -> int:
         return sum(file.stat().st_size for file in path.glob("weights-*"))
@@ -426,12 +426,12 @@ def test_drafts_of_short_contexts_stop_in_time(artifact: Callable[[str], Path]) 
 
 def test_texts_beyond_the_context_of_a_draft_go_on_beside_others(artifact: Callable[[str], Path]) -> None:
     """Of two requests in a call one is longer than what the other model can take."""
-    found = []
+    result = []
     for gamma in (0, 5):
         with qcompile.load(artifact("other"), threads=1, gamma=gamma) as llm:
             prompts = [[*range(1, 231)], [5, 6, 7]]
-            found.append([o.outputs[0] for o in llm.generate(prompts, temperature=0, max_tokens=20, ignore_eos=True)])
-    assert [sample.token_ids for sample in found[0]] == [sample.token_ids for sample in found[1]]
+            result.append([o.outputs[0] for o in llm.generate(prompts, temperature=0, max_tokens=20, ignore_eos=True)])
+    assert [sample.token_ids for sample in result[0]] == [sample.token_ids for sample in result[1]]
 
 
 @pytest.mark.parametrize("missing", ["memory", "rounds"])
@@ -500,7 +500,7 @@ def test_many_requests_whose_drafts_lag_behind_fit_into_a_step(
     artifact: Callable[[str], Path], options: dict[str, float]
 ) -> None:
     """After plain steps every draft has some positions to catch up with: for 100 requests more than a step has rows."""
-    found = {}
+    result = {}
     for gamma in (0, 3):
         with qcompile.load(artifact("other"), max_batch=100, gamma=gamma, threads=1) as llm:
             engine = llm.engine
@@ -514,5 +514,5 @@ def test_many_requests_whose_drafts_lag_behind_fit_into_a_step(
             while engine.busy:
                 engine.step()
             assert not gamma or requests[0].drafts.metrics.rounds > 0
-            found[gamma] = [facts(request.output) for request in requests]
-    assert found[0] == found[3]
+            result[gamma] = [facts(request.output) for request in requests]
+    assert result[0] == result[3]

@@ -42,13 +42,13 @@ class Variation:
 class Table:
     """Variations in the order in which they were added."""
 
-    found: list[Variation] = field(default_factory=list)
+    variations: list[Variation] = field(default_factory=list)
 
     def add(
         self, right: str, name: str, /, *, takes: int = 1, prepare: Any = None, layers: int = 1, **parts: Part
     ) -> None:
         """Add one; `parts` are methods of Decoder and Layer by name."""
-        self.found.append(Variation(name, right, parts, takes, prepare, layers))
+        self.variations.append(Variation(name, right, parts, takes, prepare, layers))
 
 
 def draw_weights(module: nn.Module) -> None:
@@ -69,8 +69,8 @@ class Replaceable(nn.Module):
 
     def part(self, name: str, *args: Any) -> Any:
         """What the part `name` makes of `args`."""
-        found = self.parts.get(name)
-        return found(self, *args) if found is not None else getattr(self, name)(*args)
+        result = self.parts.get(name)
+        return result(self, *args) if result is not None else getattr(self, name)(*args)
 
 
 class Layer(Replaceable):

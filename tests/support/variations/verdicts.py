@@ -30,8 +30,8 @@ TABLES = {
     "experts": experts.TABLE,
     "writes": writes.TABLE,
 }
-ALL: dict[str, Variation] = {f"{table}: {one.name}": one for table, each in TABLES.items() for one in each.found}
-assert len(ALL) == sum(len(table.found) for table in TABLES.values()), "two variations have one name"
+ALL: dict[str, Variation] = {f"{table}: {one.name}": one for table, each in TABLES.items() for one in each.variations}
+assert len(ALL) == sum(len(table.variations) for table in TABLES.values()), "two variations have one name"
 
 ALIKE = 1e-5
 """Sums of float32 in another order; random weights make logits of about 1."""

@@ -43,9 +43,9 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def until(found: Callable[[], Any]) -> Any:
+def until(result: Callable[[], Any]) -> Any:
     end = time.monotonic() + 60
-    while not (value := found()):
+    while not (value := result()):
         assert time.monotonic() < end, "it takes too long"
         time.sleep(0.05)
     return value
@@ -58,9 +58,9 @@ def ready(client: Client) -> list[int]:
 
 def complete(client: Client, **more: Any) -> str:
     asked = {"prompt": "def main(", "max_tokens": 8, "temperature": 0} | more
-    status, found = client.ask("/v1/completions", asked, Authorization="Bearer k")
-    assert status == 200, found
-    return found["choices"][0]["text"]
+    status, result = client.ask("/v1/completions", asked, Authorization="Bearer k")
+    assert status == 200, result
+    return result["choices"][0]["text"]
 
 
 def test_a_killed_replica_costs_its_requests_alone_and_starts_again(

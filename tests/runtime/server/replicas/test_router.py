@@ -177,9 +177,9 @@ def test_a_stream_whose_replica_ends_ends_with_an_error_event(path: str, error: 
             answer = await client.post(path, json={"prompt": "x", "stream": True})
             first, last, end = (await answer.text()).split("\n\n")
             assert first + "\n\n" == PIECE.decode() and end == ""
-            found = json.loads(last[last.index("{") :])
-            assert "send it again" in (found.get("error") or found).pop("message")
-            assert found == error
+            result = json.loads(last[last.index("{") :])
+            assert "send it again" in (result.get("error") or result).pop("message")
+            assert result == error
 
     run(test, tmp_path)
 
