@@ -83,6 +83,15 @@ class Forwarding:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise LostError(str(error)) from error
 
+    async def answers(self, path: str, seconds: float) -> bool:
+        """Whether there is an answer, of any status, within a time."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=seconds)
+            async with self._session.get(f"http://replica{path}", timeout=timeout):
+                return True
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
     async def send(self, request: Request, body: bytes, watch: Watch) -> Response:
         """The replica's response, streamed if it is a stream of events. Raises UnreachableError, LostError."""
         streamed = False

@@ -35,14 +35,15 @@ class ReplicaLaunch:
 class Replica:
     """One replica. say: tells the user a line. needed: whether it is given up if it ends before it was ever ready.
 
-    ready: whether it answers. in_flight: requests that it was sent and has not answered. facts: what it said of itself
+    ready: whether its process takes requests. missed: how often in a row it was asked how it is and did not answer
+    (pulse.py). in_flight: requests that it was sent and has not answered. facts: what it said of itself
     when it was last ready. exit_code: that of its process if it was given up. ended, restarted: called when its process
     has ended, and when it starts again.
     """
 
     def __init__(self, number: int, launch: ReplicaLaunch, say: Callable[[str], None], needed: bool = False) -> None:
         self.number, self.launch, self._say, self._needed = number, launch, say, needed
-        self.ready, self.in_flight = False, 0
+        self.ready, self.missed, self.in_flight = False, 0, 0
         self.facts: dict[str, Any] = {}
         self.exit_code: int | None = None
         self.ended: Callable[[], None] = lambda: None
@@ -87,8 +88,29 @@ class Replica:
                 self.ready = True
             return await process.wait()
         finally:
-            self.ready = False
+            self.ready, self.missed = False, 0
             self.ended()
+
+    @property
+    def working(self) -> bool:
+        """Whether it takes requests, and was not told to end."""
+        return self.ready and not self._closing
+
+    @property
+    def pid(self) -> int | None:
+        """The number of its process; None before it has one."""
+        return None if self._process is None else self._process.pid
+
+    def stopped(self) -> bool:
+        """Whether a signal has stopped its process (SIGSTOP), which can go on only by another one."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "T"
+        except (OSError, IndexError):  # it has ended
+            return False
+
+    def kill(self) -> None:
+        """End the process at once. It starts again."""
+        self._send(signal.SIGKILL)
 
     def end(self) -> None:
         """Tell the process to answer its open requests and end."""

@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from qcompile.runtime.server.errors import add_error_handlers
 from qcompile.runtime.server.replicas.affinity import Affinity, blocks_of
 from qcompile.runtime.server.replicas.forwarding import RESPONSES, Forwarding, LostError, UnreachableError, Watch
 from qcompile.runtime.server.replicas.metrics import RouterMetrics
+from qcompile.runtime.server.replicas.pulse import watch
 from qcompile.runtime.server.replicas.replica import Replica
 
 _POLL_SECONDS = 5.0
@@ -64,6 +65,10 @@ class Router:
     def _watch_restarts(self, replica: Replica) -> None:
         replica.ended = lambda: self._affinity.forget(replica.number)
         replica.restarted = lambda: self.metrics.restarted(replica.number)
+
+    def watches(self, say: Callable[[str], None]) -> list[Coroutine[Any, Any, None]]:
+        """What must run beside the router, so that replicas that are stopped or hang are noticed."""
+        return [watch(replica, self._forwarding[replica.number], say) for replica in self._replicas]
 
     async def close(self) -> None:
         """Close all connections to replicas."""
@@ -122,7 +127,9 @@ class Router:
         tried: set[int] = set()
         repeated = False
         while True:
-            loads = {one.number: one.in_flight for one in self._replicas if one.ready and one.number not in tried}
+            left = [one for one in self._replicas if one.ready and one.number not in tried]
+            loads = {one.number: one.in_flight for one in left if not one.missed}
+            loads = loads or {one.number: one.in_flight for one in left}
             if not loads:
                 raise ResourceError("no process of the model answers now: try again later")
             keeper = self._ids.get(_kept_response(request, asked), -1)

@@ -49,7 +49,7 @@ def serve_replicas(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=math.ceil(drain_seconds + 1),
     )
-    server = _RouterServer(config, routed, replicas, ready)
+    server = _RouterServer(config, routed, replicas, ready, say)
     with server.capture_signals():
         server.run(sockets=[listening])
     code = replicas[0].exit_code
@@ -69,9 +69,11 @@ class _RouterServer(SignalledServer):
         routed: Routed,
         replicas: Sequence[Replica],
         ready: Callable[[dict[str, Any]], None],
+        say: Callable[[str], None],
     ) -> None:
         super().__init__(config)
-        self._routed, self._replicas, self._ready = routed, replicas, ready
+        self._routed, self._replicas, self._ready, self._say = routed, replicas, ready, say
+        self._watching: list[asyncio.Task[None]] = []
         self._keeping: list[asyncio.Task[None]] = []
         self._router: Router | None = None
         config.app = self._answer
@@ -86,6 +88,8 @@ class _RouterServer(SignalledServer):
         try:
             await super().serve(sockets)
         finally:
+            for task in self._watching:
+                task.cancel()
             await asyncio.gather(*(replica.close(_LAST_SECONDS) for replica in self._replicas))
             for task in self._keeping:
                 task.cancel()
@@ -105,6 +109,7 @@ class _RouterServer(SignalledServer):
             self._keep(replica)
         assert self._router
         self._app = self._router.app()
+        self._watching = [asyncio.create_task(each) for each in self._router.watches(self._say)]
         await super().startup(sockets)
         self._ready(first.facts)
 

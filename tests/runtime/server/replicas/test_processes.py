@@ -90,6 +90,21 @@ def test_a_killed_replica_costs_its_requests_alone_and_starts_again(
         assert f'qcompile_running_samples{{model_name="tiny-w4a8",replica="{number}"}} 0.0' in text
 
 
+@pytest.mark.exhaustive
+def test_requests_of_a_stopped_replica_end_with_an_error(server: tuple[Client, subprocess.Popen[str]]) -> None:
+    client, process = server
+    until(lambda: len(ready(client)) == 2)
+    expected, before = complete(client), children(process)
+    streams = [client.open("/v1/completions", LONG, Authorization="Bearer k") for _ in range(2)]
+    for stream in streams:
+        assert stream.readline().startswith(b"data: ")
+    os.kill(before[0], signal.SIGSTOP)
+    ends = [stream.read().decode().strip().split("\n")[-1] for stream in streams]
+    assert sorted("send it again" in end for end in ends) == [False, True]
+    assert complete(client) == expected
+    assert before[0] not in until(lambda: len(ready(client)) == 2 and children(process))
+
+
 def test_sigterm_ends_all_in_order(server: tuple[Client, subprocess.Popen[str]]) -> None:
     """The last test of the file: streams get a second, and then the reason."""
     client, process = server
