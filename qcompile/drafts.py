@@ -40,7 +40,7 @@ SEPARATE_DRAFT = (4, 0.0)
 """Gamma and threshold of a separate draft model."""
 
 REENCODING_DRAFT = (4, 0.4)
-"""The same for a draft model with another tokenizer: its uncertain tokens are rarely the target's."""
+"""Gamma and threshold of a draft model with another tokenizer: its uncertain tokens are rarely the target's."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _CALL_DECAY = 0.9
 """Weight of a request's earlier rounds after each further call of rounds: acceptance changes along a text."""
 
 _STEP_DECAY = 0.5 ** (1 / 48)
-"""The same after each plain step, which tells nothing about acceptance."""
+"""Weight of a request's earlier rounds after each further plain step, which tells nothing about acceptance."""
 
 
 @dataclass(frozen=True, slots=True)

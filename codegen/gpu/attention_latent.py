@@ -35,7 +35,7 @@ SPECIALIZED_ROWS = 64
 SPECIALIZED_VALUES, SPECIALIZED_SHARED = (128, 256, 512), 64
 """Features of values, and those that keys have besides, in whole swizzled rows of shared memory of 128 bytes."""
 MEAN_REGISTERS = 168
-"""Of a thread, over all three groups of warps."""
+"""Registers of a thread, on average over all three groups of warps."""
 
 
 @dataclass(frozen=True)

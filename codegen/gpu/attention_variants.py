@@ -20,7 +20,7 @@ LARGE_HEAD = 256
 FEW_FAR_ROWS = {16: 64, 8: 128, 4: 128}
 """Most rows of a step that programs of few rows take with many splits too, by bits: larger ones would be too few."""
 FEW_LARGE_ROWS = {16: 128, 8: 256, 4: 256}
-"""The same for heads of more than 128 features, of which a multiprocessor has one program of FAR_ROWS rows."""
+"""FEW_FAR_ROWS for heads of more than 128 features: a multiprocessor holds one program of FAR_ROWS rows of these."""
 SOME_FAR_ROWS = 256
 """Most rows of a step over rounded pages that programs of FAR_ROWS rows take: of twice as many there are too few."""
 

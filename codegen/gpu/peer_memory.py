@@ -79,7 +79,7 @@ class PeerLayout:
 
     @property
     def data(self) -> int:
-        """Where `data` begins, or what there is instead."""
+        """Where `data` begins; of two GPUs, which have no `data`, where `sent` begins."""
         return self.sent + (8 * (self.ranks - 1) * MEDIUM_ITEMS if self.ranks > 2 else 0)
 
 

@@ -26,7 +26,7 @@ from qcompile.targets import has_pdl
 PART, WARPS = 1024, 4
 """Logits per program, and its warps."""
 PASSES = 8
-"""Of a search, each for 4 of 32 bits."""
+"""Passes of a search, each for 4 of 32 bits."""
 _BINS, _FIELDS = 16, 3
 _TYPES = {
     "logits": "*fp32",

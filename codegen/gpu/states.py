@@ -18,7 +18,7 @@ from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState
 TILE = 2048
 """Numbers of a state that a program holds."""
 SCAN_TILE = 512
-"""The same where each number has a factor of its own, which takes an exponential."""
+"""Numbers of a state that a program holds if each has a factor of its own, which takes an exponential."""
 WARP = 2048
 """Most numbers of a state that a warp holds."""
 MOST_KEYS = 4096

@@ -59,7 +59,7 @@ class GemmUnit:
 
     @property
     def name(self) -> str:
-        """Such as layer0_query_key_value."""
+        """The unit's name, such as layer0_query_key_value."""
         return f"layer{self.layer}_{'_'.join(self.roles)}"
 
     @property

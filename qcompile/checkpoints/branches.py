@@ -42,7 +42,7 @@ class Condition:
     number: int | float
 
     def outcome(self, context: int) -> bool | None:
-        """Its value, if that is the same for every largest position below `context`."""
+        """The condition's value, if it is the same for every largest position below `context`; else None."""
         least, most = (_COMPARE[self.name](place + self.offset, self.number) for place in (0, context - 1))
         return least if least == most else None
 

@@ -19,7 +19,7 @@ Progress = Callable[[str, int, int], None]
 SMALL_PATTERNS = ["*.json", *PATTERNS, "chat_template.jinja"]
 HUB_PATTERNS = [*SMALL_PATTERNS, "*.safetensors"]
 IGNORED = ["*/*", "consolidated*.safetensors"]
-"""The same weights in other layouts, and files of other programs."""
+"""Patterns of files that are not downloaded: the same weights in other layouts, and files of other programs."""
 
 
 def is_name(model: str) -> bool:

@@ -44,7 +44,7 @@ class Selected:
         self.bound = bound
 
     def to(self, *_: Any, **__: Any) -> Selected:
-        """The same in another dtype."""
+        """The selection itself: its values have no dtype that matters."""
         return self
 
     long = int = contiguous = to

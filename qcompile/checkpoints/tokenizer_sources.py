@@ -14,7 +14,7 @@ CONVERTED = {
 }
 """Files that transformers converts, by the one that errors name, in the order in which they are looked for."""
 PATTERNS = ("tokenizer.model", "tiktoken.model", "merges.txt")
-"""Those that no pattern of JSON files finds."""
+"""Names of the files among these that are no JSON."""
 
 
 def source_of(directory: Path) -> str | None:

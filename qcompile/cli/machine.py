@@ -134,7 +134,10 @@ def _keeping(directory: Path, gpu: bool) -> str | None:
 
 
 def _keeping_integers(stored: dict[str, Any], gpu: bool) -> str | None:
-    """The same of weights that are integers. stored: the checkpoint's own description of them."""
+    """The recipe that keeps weights that are integers; None if none does.
+
+    stored: the checkpoint's own description of the weights. gpu: whether the recipe is for a GPU.
+    """
     groups = stored.get("config_groups")
     weights = next(iter(groups.values()))["weights"] if groups else stored
     bits = int(weights.get("bits", weights.get("num_bits", 4)))

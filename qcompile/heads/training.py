@@ -32,7 +32,7 @@ _WARM_UP = 0.03
 _LEAST_RATE = 0.05
 _LARGEST_GRADIENT = 0.5
 _HELD_BACK = 50
-"""Of each _HELD_BACK windows, one measures the head and does not train it."""
+"""One window in this number of them is held back: it measures the head, and does not train it."""
 
 
 @dataclass(frozen=True)

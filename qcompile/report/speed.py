@@ -30,9 +30,10 @@ EXCHANGE_US = 3.0
 LINK = 0.5
 """Share of a link's rate at which sums send: 0.53 for 32 MiB on two H200 (benchmarks/results/gpu_sums_h200.json)."""
 NETWORK_GB_S, NETWORK_US = 50.0, 20.0
-"""Of a network of 400 Gb/s for each GPU: GB/s, and microseconds of an exchange. Assumed, not measured."""
+"""A network of 400 Gb/s for each GPU: its rate in GB/s, and microseconds of an exchange. Assumed, not measured."""
 _ONE_EXCHANGE = 1 << 18
-"""Bytes of a sum up to which every GPU sends its part to all others; larger ones of more than two go in two steps."""
+"""Bytes of a sum up to which every GPU sends its part to all others. Larger sums of more than two GPUs take two
+exchanges."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class RankSettings(NamedTuple):
     max_position: int
     descriptor: int
     size: int
-    """Of the shared memory, in bytes."""
+    """Bytes of the shared memory."""
     sealed: str
     """The hash of the manifest that rank 0 has read."""
 

@@ -154,33 +154,33 @@ class PlanWriter:
             os.eventfd_write(bell, 1)
 
     def inputs(self, content: memoryview, turn: int) -> None:
-        """The arrays of a step's rows."""
+        """Write the arrays of a step's rows."""
         self._write(PlanKind.INPUTS, content, first=turn)
 
     def numbers(self, numbers: memoryview, lists: memoryview) -> None:
-        """What sequences sample by."""
+        """Write the sampling inputs of sequences: random numbers and options, and lists of tokens."""
         if numbers:
             self._write(PlanKind.NUMBERS, numbers, lists, first=len(numbers))
 
     def masks(self, content: memoryview) -> None:
-        """Masks of tokens."""
+        """Write masks of tokens."""
         self._write(PlanKind.MASKS, content)
 
     def reset_counter(self, turn: int) -> None:
-        """That the counter of steps begins anew."""
+        """Write that the counter of steps is reset."""
         self._write(PlanKind.COUNTER, first=turn)
 
     def run(self, counts: Counts, feed_back: bool, part: str, times: int) -> None:
-        """A part of the launches of `times` steps."""
+        """Write that a part of the launches of `times` steps runs."""
         content = json.dumps(counts).encode()
         self._write(PlanKind.RUN, content, first=2 * PARTS.index(part) + feed_back, second=times)
 
     def follow(self, counts: Counts) -> None:
-        """The launches that insert tokens of the step before."""
+        """Write that the launches run that insert tokens of the step before."""
         self._write(PlanKind.FOLLOW, json.dumps(counts).encode())
 
     def end(self) -> None:
-        """That no step follows."""
+        """Write that no step follows."""
         self._write(PlanKind.END)
 
 

@@ -49,10 +49,10 @@ class GpuRankSettings(NamedTuple):
     root: str
     rank: int
     descriptor: int
-    """Of the memory with the plan."""
+    """The file descriptor of the memory with the plan."""
     size: int
     bell: int
-    """An eventfd that tells of new records."""
+    """An eventfd that rank 0 writes to after each new record."""
     parent: int
     """The process of rank 0."""
     sealed: str

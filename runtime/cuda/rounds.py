@@ -95,7 +95,7 @@ class RoundInput(NamedTuple):
 
     @property
     def certain(self) -> int:
-        """Its positions that will not be taken back; 0 if it has ended and is only computed along."""
+        """Positions of the sequence that will not be taken back; 0 if it has ended and is still computed."""
         return self.computed + 1 if self.left > 0 else 0
 
 

@@ -57,8 +57,8 @@ class StepPlan:
 
 
 def output_rows(request: Request, count: int) -> tuple[int, int]:
-    """Of the next `count` rows of a request, those with logits before a token of the prompt that is to be reported, and
-    all with logits."""
+    """Two numbers of the next `count` rows of a request: rows before a token of the prompt that is to be reported, and
+    all rows with logits."""
     report, sequence = request.prompt_report, request.sequence
     last = int(count == sequence.uncomputed)
     if report.complete:

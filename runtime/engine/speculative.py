@@ -1,7 +1,7 @@
 """Speculative decoding in the engine: how many tokens to draft for which request, and the drafts.
 
-What drafts are and how rounds run is the business of runtime/speculation/. This module asks a drafter for drafts as far
-as a step, the pages and the requests' limits allow.
+runtime/speculation/ makes drafts and runs rounds. This module asks a drafter for drafts as far as a step, the pages and
+the requests' limits allow.
 """
 
 from __future__ import annotations

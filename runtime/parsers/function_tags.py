@@ -34,7 +34,7 @@ class FunctionTagsParser(TypedCallParser):
 
 
 class SeedTagsParser(FunctionTagsParser):
-    """The same between other tags; a value is all that stands between its own."""
+    """Calls as FunctionTagsParser reads them, with other tags around them. A value is all text between its tags."""
 
     outer, outer_end = "<seed:tool_call>", "</seed:tool_call>"
     markers = (outer, "<function=")

@@ -29,7 +29,7 @@ class Incremental(ABC):
     def __init__(self) -> None:
         self.text, self.at = "", 0
         self.mark: int | None = None
-        """Where the text that may have to be given out as it stands begins; it is kept."""
+        """Where text begins that is kept, because it may have to be given out as it stands; None if there is none."""
         self.ended = False
         self.events: list[Event] = []
         self._steps = self.parse()

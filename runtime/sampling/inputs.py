@@ -42,7 +42,7 @@ class SamplingInputs(NamedTuple):
 
     @property
     def unreported(self) -> SamplingInputs:
-        """The same inputs without reports: for drafts."""
+        """These inputs without reports, for steps that draft."""
         return self._replace(known=(), reports=None) if self.reports is not None else self
 
 

@@ -30,7 +30,7 @@ _PLAIN_DRIFT = 1e-4
 """Variance that each token adds to plain steps' time: texts grow, and the load of the machine changes."""
 
 _COMMON_DRIFT, _SLOPE_DRIFT, _SINGLE_DRIFT = 5.5e-5, 4e-6, 1e-7
-"""The same for the three variances of rounds. Their times are relative to plain steps."""
+"""Variances that each token adds to the time of rounds relative to plain steps, one for each of the three parts."""
 
 _DELAY_NOISE = 0.8
 """Standard deviation added for a call that took longer than expected, as a share of the excess: it may be a delay."""

@@ -66,7 +66,10 @@ class TokenPlaces:
         return True
 
     def logprobs(self, added: str, read: int) -> list[dict[str, Any]]:
-        """Those of a piece of the reply, which is among its first `read` characters. No token is told twice."""
+        """Log probabilities of the tokens of `added`, a piece of the reply within its first `read` characters.
+
+        No token is told twice.
+        """
         assert self._sample is not None and self._sample.logprobs is not None
         start = self._sample.text.rfind(added, self._searched, read)
         if start < 0 or not added:
