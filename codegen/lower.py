@@ -183,7 +183,7 @@ def _gemm(low: Lowering, node: fx.Node) -> Call:
     )
 
 
-def _turned(low: Lowering, given: Any) -> dict[str, Any]:
+def _rotation(low: Lowering, given: Any) -> dict[str, Any]:
     """What rope_append and rope_heads do to heads alike."""
     return {
         "rotary_dim": 0 if given.inv_freq is None else 2 * given.inv_freq.meta["val"].shape[0],
@@ -208,7 +208,7 @@ def _rope_append(low: Lowering, node: fx.Node) -> Call:
         kv_heads=given.kv_heads,
         head_dim=given.head_dim,
         layer=given.layer,
-        **_turned(low, given),
+        **_rotation(low, given),
         query_table=low.flat(given.query_table),
         query_weight=low.vector(given.query_weight),
     )
@@ -222,7 +222,7 @@ def _rope_heads(low: Lowering, node: fx.Node) -> Call:
         offset=given.offset,
         heads=given.heads,
         head_dim=given.head_dim,
-        **_turned(low, given),
+        **_rotation(low, given),
         table=low.flat(given.table),
         weight=low.vector(given.weight),
     )

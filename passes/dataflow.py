@@ -167,7 +167,7 @@ def weighted(graph: Graph, value: fx.Node) -> fx.Node:
     return node if ops.name_of(node.target) in WEIGHT_AXES else value
 
 
-def turning_obstacle(graph: Graph, stream: Stream) -> tuple[fx.Node, str] | None:
+def rotation_obstacle(graph: Graph, stream: Stream) -> tuple[fx.Node, str] | None:
     """The node that prevents weights from rotating `stream`, and why; None if they can.
 
     They can if linears or embeddings write it and only linears read it, directly or behind scale-free norms.

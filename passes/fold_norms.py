@@ -44,8 +44,8 @@ class FoldNorms(Pass):
             return self._fold(graph, None)
         folded = self._fold(graph, None).graph
         streams = dataflow.residual_streams(folded)
-        turning = [stream for stream in streams if dataflow.turning_obstacle(folded, stream) is None]
-        return self._fold(graph, {value.name for stream in turning for value in stream.values})
+        rotatable = [stream for stream in streams if dataflow.rotation_obstacle(folded, stream) is None]
+        return self._fold(graph, {value.name for stream in rotatable for value in stream.values})
 
     def _fold(self, graph: Graph, needed: set[str] | None) -> PassResult:
         """A copy with its norms folded: those that read a value named in `needed`, or all if `needed` is None."""

@@ -54,7 +54,7 @@ class _Heads:
     alone: bool = False
 
     @property
-    def is_turned(self) -> bool:
+    def is_changed(self) -> bool:
         """Whether anything but a norm changes the heads."""
         changes = (self.rope, self.center, self.table, self.weight)
         return self.block > 0 or any(change is not None for change in changes)
@@ -229,7 +229,7 @@ def _appended_parts(graph: Graph, node: fx.Node, append: fx.Node) -> Sequence[_H
     parts = [q, k]
     if given.v is not None:
         v = _heads_of(graph, given.v, given.positions)
-        parts.append(_as_they_are(graph, given.v) if v.is_turned else v)
+        parts.append(_as_they_are(graph, given.v) if v.is_changed else v)
     changed = [q, k, *(v for v in parts[2:] if v.norm is not None)]
     if all(part.source is q.source for part in parts) and all(part.alone for part in changed):
         return parts
@@ -297,14 +297,14 @@ def flatten(graph: Graph) -> None:
 def _flat(graph: Graph, node: fx.Node, queries: bool = False) -> fx.Node | None:
     """The heads `node` [M, H, D], normalized and rotated in columns of a flat value; None if they are neither."""
     part = _heads_of(graph, node, graph.inputs[1], queries)
-    if not part.is_turned and part.norm is None:
+    if not part.is_changed and part.norm is None:
         return None
     if not part.alone:
         (part,) = _side_by_side(graph, node, (part,))
     rope = {"inv_freq": None, "positions": graph.inputs[1], "scaling": 1.0, "interleaved": False} | (part.rope or {})
     with graph.fx.inserting_before(node):
         source = _normalized(graph, part.source, (part,))
-        if part.is_turned:
+        if part.is_changed:
             where = {"offset": part.start, "heads": part.heads, "head_dim": part.head_dim}
             factors = {"center": part.center, "block": part.block, "table": part.table, "weight": part.weight}
             source = graph.call("rope_heads", source, **rope, **where, **factors)

@@ -252,7 +252,7 @@ class _Rewrite:
         """The queries [..., H * D] before rotation."""
         query, rope = ops.operand(self.node, "q"), self.keys.rope
         if rope is not None:
-            if ops.name_of(query.target) != "rope" or _turn(query) != _turn(rope):
+            if ops.name_of(query.target) != "rope" or _rope_operands(query) != _rope_operands(rope):
                 raise _refused(self.node, "its queries are not rotated like its keys")
             query = ops.operand(query, "x")
         if ops.name_of(query.target) != "split_heads":
@@ -272,7 +272,7 @@ class _Rewrite:
         latent = width + np.arange(heads * rank).reshape(heads, rank)
         index = np.concatenate([place[:, shared], latent], 1).ravel()
         joined = gathered(graph, [flat, graph.call("merge_heads", absorbed)], index)
-        return self._turned(graph.call("split_heads", joined, heads))
+        return self._rotated(graph.call("split_heads", joined, heads))
 
     def _key(self) -> fx.Node:
         """The key [r; c] of the new attention."""
@@ -281,11 +281,11 @@ class _Rewrite:
         source, column = keys.source[0, shared], keys.column[0, shared]
         common = np.where(source < 0, -1, starts[source] + column)
         index = np.concatenate([common, starts[-1] + np.arange(latent.meta["val"].shape[-1])])
-        return self._turned(graph.call("split_heads", gathered(graph, [*keys.sources, latent], index), 1))
+        return self._rotated(graph.call("split_heads", gathered(graph, [*keys.sources, latent], index), 1))
 
-    def _turned(self, heads: fx.Node) -> fx.Node:
+    def _rotated(self, heads: fx.Node) -> fx.Node:
         """`heads` rotated like the keys: the rotated features are the first of those that heads share."""
-        return heads if self.keys.rope is None else self.graph.call("rope", heads, **_turn(self.keys.rope))
+        return heads if self.keys.rope is None else self.graph.call("rope", heads, **_rope_operands(self.keys.rope))
 
     def _weight(self, projection: _Projection, transposed: bool) -> fx.Node:
         """The matrix of a projection for each query head, [H, rows, latent], or [H, latent, rows] if `transposed`."""
@@ -296,6 +296,6 @@ class _Rewrite:
         return self.graph.call_weight("head_rows", weight, index, heads, transposed)
 
 
-def _turn(rope: fx.Node) -> dict[str, Any]:
+def _rope_operands(rope: fx.Node) -> dict[str, Any]:
     """The operands of a rope but its value."""
     return {name: operand for name, operand in ops.named(rope).items() if name != "x"}

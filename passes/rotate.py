@@ -92,7 +92,7 @@ class Rotate(Pass):
         return graph.weight(name)
 
     def _rotate_stream(self, graph: Graph, stream: dataflow.Stream, number: int) -> int:
-        obstacle = dataflow.turning_obstacle(graph, stream)
+        obstacle = dataflow.rotation_obstacle(graph, stream)
         if obstacle is not None:
             raise PassError(self.name, obstacle[0].name, obstacle[1])
         readers = list(dataflow.carried(stream.reads))

@@ -84,14 +84,14 @@ def rope_heads(context: PlanContext, c: RopeHeads) -> Iterator[Launch]:
         v_offset=0,
         appends=False,
         times=tuple(name for name, weight in factors.items() if weight is not None),
-        **_turned(context, c),
+        **_head_fields(context, c),
     )
     args: Operands = {"x": context.ref(c.x), "positions": InputRef("positions"), "M": CountRef("tokens")}
     args |= weight_refs(inv_freq=c.inv_freq, center=c.center, **factors)
     yield Launch(c.name, "tokens", _append_variants(context, spec, args))
 
 
-def _turned(context: PlanContext, c: RopeAppend | RopeHeads) -> dict[str, Any]:
+def _head_fields(context: PlanContext, c: RopeAppend | RopeHeads) -> dict[str, Any]:
     """The fields of AppendSpec that say what happens to each head."""
     return {
         "heads": c.heads,
@@ -114,7 +114,7 @@ def _append_spec(context: PlanContext, c: RopeAppend, norm_q: HeadNorm | None, n
         norm_q=norm_q,
         norm_k=norm_k,
         times=tuple(name for name in ("query_table", "query_weight") if getattr(c, name) is not None),
-        **_turned(context, c),
+        **_head_fields(context, c),
     )
 
 

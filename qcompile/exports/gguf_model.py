@@ -24,7 +24,7 @@ from qcompile.exports.tensors import Tensors
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """llama.cpp's names of the model types of transformers that are written."""
-TURNED = {"llama"}
+INTERLEAVED = {"llama"}
 """Architectures for which llama.cpp rotates neighbouring features in the rotary embedding: rows of heads have another
 order."""
 
@@ -59,8 +59,8 @@ def write(source: ArtifactSource, out: Path) -> Exported:
             size = rounded = 0
             for name, stored, kind in _stored(tensors, [name for name in tensors.rows if name not in skipped], config):
                 heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-                if architecture in TURNED and (".q_proj." in name or ".k_proj." in name):
-                    stored = stored[_turned(len(stored), heads)]
+                if architecture in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
+                    stored = stored[_interleaved_rows(len(stored), heads)]
                 block = getattr(gguf.GGMLQuantizationType, kind)
                 writer.add_tensor(names.get_name(name, (".weight", ".bias")), stored.numpy(), raw_dtype=block)
                 size += stored.numel() * stored.element_size()
@@ -138,7 +138,7 @@ def _stored(tensors: Tensors, chosen: list[str], config: Any) -> Iterator[tuple[
                 yield name, value, "F32"
 
 
-def _turned(rows: int, heads: int) -> Tensor:
+def _interleaved_rows(rows: int, heads: int) -> Tensor:
     """The order of rows in which features that rotate together are neighbours; before, they are halves of a head."""
     return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
 
