@@ -13,7 +13,7 @@ from qcompile.passes.raising.nodes import SHAPE_ONLY, operator_name, unsupported
 
 
 class PositionEvaluator:
-    """The values of ATen nodes for `batch` sequences of `length` tokens at positions 0, 1, ...
+    """Computes the values of ATen nodes for `batch` sequences of `length` tokens at positions 0, 1, ...
 
     Token ids are not available, only their shape.
     """

@@ -56,7 +56,7 @@ Known = Value | Constant | Opaque | Tensor | int | float | bool | None | Sequenc
 
 
 class Facts:
-    """What is known of the ATen graph `source`; `known` maps its nodes to their meanings.
+    """What raising knows of the ATen graph `source`; `known` maps its nodes to their meanings.
 
     `rewritten` are tables into which a later node writes: their meaning is that after the write.
 

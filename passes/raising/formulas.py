@@ -16,7 +16,7 @@ from qcompile.passes.raising.values import Value, identity
 EXPONENTS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 """The powers that are operators of their own."""
 MOST_MIXED = 16
-"""Slots, and sums of them, of a product within tokens at most: all are read for each result."""
+"""Most slots, and most sums over them, of a product within tokens: each result reads all slots."""
 
 
 def power(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:

@@ -1,4 +1,4 @@
-"""Masks of attention: proven to be a causal mask, possibly with a window or a bias by key, by running them."""
+"""Masks of attention. Running a mask proves that it is causal, possibly with a window or with a bias by key."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _require_positions_only(facts: Facts, node: fx.Node, masks: Sequence[Mask], 
 
 
 def _combined(facts: Facts, masks: Sequence[Mask], is_causal: bool, length: int) -> tuple[Tensor, Tensor | None]:
-    """What all `masks` show at `length` tokens [.., length, length], and the sum of their biases, or None if zero."""
+    """Which keys all `masks` show at `length` tokens, [.., length, length]; and the sum of their biases, None if 0."""
     seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else torch.ones(1, 1, dtype=torch.bool)
     biases = []
     for mask in (mask for mask in masks if mask.meaning != "kept"):

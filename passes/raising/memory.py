@@ -103,7 +103,7 @@ def fill(facts: Facts, build: Builder, node: fx.Node) -> Known:
 
 
 def rewrite_same(facts: Facts, node: fx.Node) -> Known:
-    """The value of a copy_ that overwrites features by equal ones, or none, which changes nothing that anyone reads.
+    """The value of a copy_ that overwrites features by equal ones, or overwrites none, and so has no effect.
 
     Rotary embeddings with a position for each axis of an image do this: for text, all axes have the same position.
     """

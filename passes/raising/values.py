@@ -25,7 +25,7 @@ from qcompile import ops
 
 ONE, POSITION, COS, SIN = range(4)
 MOST_FEATURES = 1 << 24
-"""Features of a value at most. A size that holds the numbers that stand for batch and tokens would have far more."""
+"""Most features of a value. A size computed from the stand-in numbers of batch and tokens (LENGTHS) is far larger."""
 TERM = np.dtype([("index", np.int64), ("coef", np.float64), ("kind", np.int8), ("freq", np.float64)])
 Terms = NDArray[np.void]
 
@@ -60,7 +60,7 @@ class Value:
         return replace(self, terms=terms)
 
     def divided(self, number: float) -> Value:
-        """This value over a number: coefficients that are the number become 1, which a product does not promise."""
+        """This value over a number. Coefficients that equal the number become exactly 1, unlike in a product."""
         terms = self.terms.copy()
         terms["coef"] /= number
         return replace(self, terms=terms)
@@ -195,7 +195,7 @@ def unsqueeze(value: Value, dim: int) -> Value:
 
 
 def repeat(value: Value, dim: int, count: int, inner: bool) -> Value | None:
-    """Each feature `count` times in a row (`inner`), or the whole dimension `count` times; None: cannot be told."""
+    """Each feature `count` times in a row (`inner`), or the whole dimension `count` times; None if that is unknown."""
     if value.dims[dim] == "":
         value = as_features(value, dim)
     if value.dims[dim] != "F" or value.count * count > MOST_FEATURES:

@@ -84,7 +84,7 @@ def _given(facts: Facts, node: fx.Node, rules: Callable[[fx.Node], Known]) -> Va
 
 
 def _chain(target: fx.Node) -> list[fx.Node] | None:
-    """`target`, what it is a view of, and so on to the operator that made the memory; None if one may be a copy."""
+    """`target`, the tensor that it views, and so on to the one that owns the memory; None if one may be a copy."""
     chain = [target]
     while not (is_in_place(chain[-1]) and writes_alone(chain[-1])) and (above := shared(chain[-1])):
         if len(above) > 1 or not _is_view(chain[-1]):
@@ -115,7 +115,7 @@ def _family(root: fx.Node, write: fx.Node) -> list[fx.Node] | None:
 
 
 def _is_read_across(root: fx.Node, write: fx.Node) -> bool:
-    """Whether a view of `root`, or the same under another name, is read both before `write` and after it.
+    """Whether a view of `root`, or an equal view in another node, is read both before `write` and after it.
 
     Patterns compare nodes: one that read a view before and after the write would take both for the same values.
     """
