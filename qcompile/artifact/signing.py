@@ -93,7 +93,7 @@ def private_key(path: Path, passphrase: Passphrase) -> Ed25519PrivateKey:
 
 
 def sign(path: str | Path, key: Ed25519PrivateKey) -> str:
-    """Sign the artifact at `path`, whose files are verified first; an older signature is replaced.
+    """Verify the files of the artifact at `path`, and sign it; an older signature is replaced.
 
     Returns the public key as text. Raises ArtifactError if the artifact is damaged, has a file that its manifest does
     not name, or is replaced in the meantime; ResourceError if the signature cannot be written.

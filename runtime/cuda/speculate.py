@@ -2,8 +2,8 @@
 
 Where the draft model shares the target's cache, both are at the same position when a round begins. A draft cache of its
 own then lacks the last token, or the last two if all drafts were accepted. The first draft step therefore always
-computes the last two tokens; recomputing a position that was in the cache already gives the same bits. Recurrent states
-of its own therefore keep the last certain position in their log.
+computes the last two tokens; recomputing a position that was in the cache already gives the same bits. For the same
+reason, recurrent states of the draft's own keep the last certain position in their log, from which it can be repeated.
 """
 
 from __future__ import annotations

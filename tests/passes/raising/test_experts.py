@@ -376,7 +376,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Those whose experts others have too, chosen in the same way, are left to the tests of families of several experts.
+# Families with the same experts as another one, chosen in the same way, are left to the tests of several experts.
 @pytest.mark.parametrize(
     "family",
     first(
