@@ -46,7 +46,7 @@ class Unit(NamedTuple):
 
 @dataclass
 class Divisible:
-    """What is known of all values of a graph.
+    """What is known of the division of all values of a graph.
 
     `ties` connects values of which each rank has the same share, `meetings` values with shares that one operator reads.
     `readers` are products and the value that each reads as `x`; `heads` numbers the heads of keys and values, of which
@@ -68,7 +68,7 @@ class Divisible:
         self.fixed.setdefault(value, Obstacle(node, reason))
 
     def tie(self, one: fx.Node, other: fx.Node, axis: int | None = None) -> None:
-        """Note that a rank's part of `one` goes with the same part of `other`; with `axis`, both along it."""
+        """Note that a rank has the same part of `one` and of `other`; with `axis`, both are divided along it."""
         self.ties.add_edge(one, other)
         if axis is not None:
             self.along(one, axis)
@@ -81,7 +81,7 @@ class Divisible:
             self.fix(value, value, "it is read both as heads and as features")
 
     def aligned(self, value: fx.Node, size: int, node: fx.Node, noun: str) -> None:
-        """Note that runs of `size` places of `value` stay together, which `node` calls a `noun`."""
+        """Note that each run of `size` places of `value` stays on one rank, as `node` needs it. A run is a `noun`."""
         known = self.units.get(value)
         if known is None or math.lcm(known.size, size) != known.size:
             self.units[value] = Unit(math.lcm(known.size if known else 1, size), node, noun)

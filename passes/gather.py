@@ -45,7 +45,7 @@ def flattened(
 def _pieces(
     source: fx.Node, places: Index, features: Index, table: Callable[[fx.Node], Index]
 ) -> list[tuple[fx.Node, Index, Index]]:
-    """(source, destinations, features) triples of what goes to `places`; no source is itself a gather."""
+    """(source, destinations, features) triples that fill `places`; no source is itself a gather."""
     if not len(places):
         return []
     if ops.name_of(source.target) != "gather_features":

@@ -49,9 +49,8 @@ class PlanMemory(Pass):
 
     Views share their source's buffer at a column offset. Operators on heads and of adapters work in place; a gemm with
     residual add does if nothing reads the old value later. Buffers with disjoint lifetimes share bytes (first fit,
-    largest first). Of a gate apart from its gemm, the place is taken from the gemm on, which may compute it, too.
-    What is rounded to bf16 has a place from when it is computed, so that the kernel that computes it may write it
-    rounded.
+    largest first). Two results have a place earlier than needed, from the gemm or attention before them on, so that its
+    kernel may write them itself: the result of a gate, and a value rounded to bf16.
     """
 
     name: ClassVar[str] = "plan_memory"

@@ -1,4 +1,4 @@
-"""The graphs of all ranks of a divided model, from those of rank 0, and what does not go together with ranks yet."""
+"""The graphs of all ranks of a divided model, from those of rank 0; and the builds that ranks do not support yet."""
 
 from __future__ import annotations
 
@@ -46,5 +46,6 @@ def other_ranks(graphs: Sequence[Graph], passes: Sequence[Pass]) -> list[Graph]:
     after = passes[passes.index(shard) + 1 :]
     whole = graphs[-2 - sum(rewrite.wanted for rewrite in after)]
     if not graphs[-1].calls("all_reduce"):
-        raise PassError(shard.name, graphs[-1].output.name, f"nothing of this model can be divided over {shard.ranks}")
+        reason = f"nothing of this model can be divided over {shard.ranks} ranks"
+        raise PassError(shard.name, graphs[-1].output.name, reason)
     return [run_passes(whole, (replace(shard, rank=rank), *after))[0][-1] for rank in range(1, shard.ranks)]

@@ -29,7 +29,7 @@ def find_head(graph: Graph, products: set[fx.Node]) -> fx.Node | Obstacle:
     node: fx.Node = logits[0] if isinstance(logits, list | tuple) else logits
     while ops.name_of(node.target) in ELEMENTWISE:
         if len(node.all_input_nodes) != 1 or len(node.users) != 1:
-            return Obstacle(node, "it does not treat all logits alike, each alone")
+            return Obstacle(node, "it does not compute each logit by itself, in the same way")
         (node,) = node.all_input_nodes
     if ops.name_of(node.target) not in _HEADS or len(node.users) != 1:
         return Obstacle(node, "the logits are not the outputs of one product that nothing else reads")

@@ -17,7 +17,7 @@ WORD = 32
 class StoredLayout:
     """How a format of checkpoints stores weights of one of our formats.
 
-    `tensors` makes the file's tensors from the parts of a weight by role; their names go after that of the module.
+    `tensors` makes the file's tensors from the parts of a weight by role, named by what follows the module's name.
     `config` makes quantization_config, given the linears that stay floating-point numbers, and which of them is the
     output head. The numbers of inputs and outputs of a weight must be multiples of `inputs` and `outputs`. `activation`
     is the format of activations that the configuration asks for, if it does.

@@ -285,7 +285,7 @@ def test_logits_are_gathered_behind_operators_on_each_alone() -> None:
     graph.infer([node.meta["val"] for node in graph.inputs])
     result = with_head(graph, 2)[0]
     assert not result.graph.calls("all_gather")
-    assert any(f"node {squared.name}: it does not treat all logits alike" in note for note in result.notes)
+    assert any(f"node {squared.name}: it does not compute each logit by itself" in note for note in result.notes)
 
 
 def test_ranks_are_numbered() -> None:
