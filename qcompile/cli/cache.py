@@ -65,7 +65,8 @@ def list_(json: Json = False) -> None:
 @command
 def remove(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Artifacts or models, as `cache list` names them.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Artifacts or models, by their names in `cache list`."),
     ] = None,
     unused: Annotated[
         int | None, typer.Option("--unused", min=0, metavar="DAYS", help="Remove what was not used for DAYS days.")

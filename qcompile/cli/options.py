@@ -263,7 +263,8 @@ class Building(Hub):
         str | None, typer.Option("--target", metavar="NAME", help="Target to build a model for. Default: this machine.")
     ] = None
     device: Annotated[
-        str, typer.Option("--device", metavar="auto|cpu|gpu", help="Where a model shall run; auto: a GPU if it can.")
+        str,
+        typer.Option("--device", metavar="auto|cpu|gpu", help="Where to run the model; auto: on a GPU if possible."),
     ] = "auto"
     options: PassFields = None
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Build a model although the cache has it.")] = False
@@ -284,7 +285,7 @@ class Inspection:
         typer.Option("--dump-ir", metavar="DIR", help="Write the graph of every stage to DIR, as text and SVG."),
     ] = None
     explain: Annotated[
-        str | None, typer.Option("--explain", metavar="PASS", help="Report what this pass left alone, and why.")
+        str | None, typer.Option("--explain", metavar="PASS", help="Report what this pass did not rewrite, and why.")
     ] = None
     check: Annotated[
         bool, typer.Option("--check", help="Run the graph of every stage on a short text; record each pass's error.")
@@ -418,7 +419,7 @@ class ServedLoading(DraftedLoading):
         bool,
         typer.Option(
             "--prefix-caching/--no-prefix-caching",
-            help="Whether prompts that begin like earlier ones go on from their KV cache.",
+            help="Whether prompts reuse the KV cache of earlier ones with the same beginning.",
         ),
     ] = True
     generation_config: Annotated[
@@ -606,7 +607,10 @@ class Serving(Answering):
     max_connections_per_address: Annotated[
         int,
         typer.Option(
-            "--max-connections-per-address", min=1, metavar="N", help="Maximum number of them from one IP address."
+            "--max-connections-per-address",
+            min=1,
+            metavar="N",
+            help="Maximum number of open connections from one IP address.",
         ),
     ] = 1024
     origins: Annotated[
@@ -701,7 +705,9 @@ class LoadTest:
     ] = "128"
     output_tokens: Annotated[
         str,
-        typer.Option("--output-tokens", metavar="N|MEAN:DEV", help="Tokens of an answer, likewise."),
+        typer.Option(
+            "--output-tokens", metavar="N|MEAN:DEV", help="Tokens of an answer: fixed, or normally distributed."
+        ),
     ] = "64"
     shared_prefix: Annotated[
         int, typer.Option("--shared-prefix", min=0, metavar="N", help="Tokens with which every prompt begins.")

@@ -36,7 +36,10 @@ def run_batch(
     out: Source,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Requests: JSON lines in OpenAI's batch format.")],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="RESULTS", help="File for the results; kept ones are not redone.")
+        Path,
+        typer.Option(
+            "-o", "--output", metavar="RESULTS", help="File for the results; results that it has already are kept."
+        ),
     ],
     answering: Answering,
     building: Building,

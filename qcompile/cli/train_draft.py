@@ -22,18 +22,24 @@ class HeadOptions:
     """What the head is like."""
 
     depth: Annotated[
-        int, typer.Option("--depth", min=1, max=8, metavar="N", help="Tokens in a row that it learns to draft.")
+        int, typer.Option("--depth", min=1, max=8, metavar="N", help="Tokens in a row that the head learns to draft.")
     ] = 4
     layers: Annotated[
         str | None,
         typer.Option(
             "--layers",
             metavar="I,J,K",
-            help="Layers after which it reads the model's hidden states. Default: 2, the middle, and the third last.",
+            help="Layers after which the head reads hidden states. Default: 2, the middle, and the third last.",
         ),
     ] = None
     draft_vocab_size: Annotated[
-        int, typer.Option("--draft-vocab-size", min=1, metavar="N", help="Tokens it can draft, by frequency in FILE.")
+        int,
+        typer.Option(
+            "--draft-vocab-size",
+            min=1,
+            metavar="N",
+            help="Number of tokens that the head can draft: the most frequent ones in FILE.",
+        ),
     ] = 32_000
 
 
