@@ -49,8 +49,8 @@ class PlanMemory(Pass):
 
     Views share their source's buffer at a column offset. Operators on heads and of adapters work in place; a gemm with
     residual add does if nothing reads the old value later. Buffers with disjoint lifetimes share bytes (first fit,
-    largest first). Two results have a place earlier than needed, from the gemm or attention before them on, so that its
-    kernel may write them itself: the result of a gate, and a value rounded to bf16.
+    largest first). Three results have a place earlier than needed, from the operator before them on, so that its kernel
+    may write them itself: the result of a gate, a value rounded to bf16, and a gate's result that is quantized.
     """
 
     name: ClassVar[str] = "plan_memory"
@@ -145,7 +145,8 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
         activation = given.kind if kind == "quantize_activation" else given.dtype
         dtype = "q8" if activation_format(activation).top else activation
         group = padded_inputs(given.group) if dtype == "q8" else 0
-    computed = _source(node) if kind == "quantize_activation" and dtype == "bf16" else node
+    writing = ("gate_rows", *(("gemm", "kv_attention") if dtype == "bf16" else ()))
+    computed = _source(node, writing) if kind == "quantize_activation" else node
     if kind == "gate_rows":
         computed = _gated(node)
     lives = place[computed], _last_use(node, place)
@@ -158,12 +159,12 @@ def _gated(node: fx.Node) -> fx.Node:
     return gemm
 
 
-def _source(node: fx.Node) -> fx.Node:
-    """The gemm or attention that makes the operand of `node`, perhaps viewed in another shape; else `node`."""
+def _source(node: fx.Node, kinds: tuple[str, ...]) -> fx.Node:
+    """The operator of one of `kinds` whose result `node` reads, perhaps in another shape; `node` if another kind's."""
     source: Any = ops.operand(node, "x")
     while ops.name_of(source.target) in VIEWS:
         source = ops.operand(source, "x")
-    return source if ops.name_of(source.target) in ("gemm", "kv_attention") else node
+    return source if ops.name_of(source.target) in kinds else node
 
 
 def behind_take_rows(graph: Graph) -> set[fx.Node]:

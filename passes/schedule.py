@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from qcompile import recipes
-from qcompile.errors import UnsupportedError, UsageError, shown
+from qcompile.errors import UsageError, shown
 from qcompile.formats.kv import kv_format
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass
@@ -154,14 +154,11 @@ def _configured(
 ) -> tuple[Pass, ...]:
     """`configure` with the options of passes that depend on the target.
 
-    GPUs have no kernels for hierarchical caches of heads as large as latents. Raises UnsupportedError for adapters on a
-    GPU.
+    GPUs have no kernels for hierarchical caches of heads as large as latents.
     """
     kind = get_target(target).kind
     of_target = {"salience.target": target, "latent.kind": kind, "shard.head": str(kind == "cuda").lower()}
     passes = configure(settings, {**of_target, **options}, added)
-    if kind != "cpu" and any(isinstance(rewrite, Lora) and rewrite.wanted for rewrite in passes):
-        raise UnsupportedError(f"lora.rank: target {target} has no kernels for adapters; merge one with --lora DIR")
     (cache,) = (rewrite for rewrite in passes if isinstance(rewrite, Cache))
     if kind == "cpu" or not kv_format(cache.format).hierarchical:
         return passes

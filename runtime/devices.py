@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qcompile.artifact.layout import Manifest
-from qcompile.errors import ArtifactError, UnsupportedError
+from qcompile.errors import ArtifactError
 from qcompile.runtime.loader import LoadedArtifact, load_artifact
-from qcompile.runtime.lora.table import AdapterTable, open_table
+from qcompile.runtime.lora.table import Adapters, open_table, read_factors
 from qcompile.runtime.options import LoadOptions
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
@@ -39,7 +39,7 @@ class OpenedModel:
     tokenizer: Tokenizer | None
     artifact: LoadedArtifact | None = None
     most_cached: int | None = None
-    adapters: AdapterTable | None = None
+    adapters: Adapters | None = None
 
 
 def open_model(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:
@@ -75,13 +75,13 @@ def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
 def _open_on_gpu(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:
     from qcompile.runtime.cuda.load import open_cuda
 
-    if options.lora:
-        raise UnsupportedError(f"{root} runs on a GPU, which has no kernels for adapters: merge them with build --lora")
     memory = options.kv_cache_bytes, options.gpu_memory_utilization
     tokenizer = load_tokenizer(root, manifest["files"])
     rows = options.max_num_batched_tokens
-    executor, drafter = open_cuda(root, manifest, options.max_batch, *memory, options.gamma != 0, tokenizer, rows)
-    return OpenedModel(executor, drafter, tokenizer)
+    named = read_factors(root, manifest, options.lora or {})
+    drafts = options.gamma != 0
+    executor, drafter = open_cuda(root, manifest, options.max_batch, *memory, drafts, tokenizer, rows, named)
+    return OpenedModel(executor, drafter, tokenizer, adapters=executor.inputs.adapters)
 
 
 _OPEN: dict[str, Callable[[Path, Manifest, LoadOptions], OpenedModel]] = {"cpu": _open_on_cpu, "cuda": _open_on_gpu}

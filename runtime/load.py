@@ -58,7 +58,7 @@ def load(  # parameters: the options of loading, by name
     generation_config: "auto" takes defaults of sampling parameters from the checkpoint's generation_config.json
     (`LLM.sampling_defaults`), "none" ignores that file.
     lora: folders of LoRA adapters in PEFT's format by the names that requests choose them by; the artifact must have
-    been built with lora.rank set. On CPUs.
+    been built with lora.rank set.
     tensor_parallel_size: processes that run the model together, as many as the artifact was built for (the default).
     require_signature: a public key, as text or as the path of a file of keys: the artifact must be signed by it, or by
     one of them. Otherwise it is refused before any of its code is loaded.

@@ -28,6 +28,7 @@ from qcompile.codegen.calls import (
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.fuse_experts import prepare_slots
 from qcompile.codegen.gpu.reads import Reads
+from qcompile.codegen.lora_calls import GateRows
 from qcompile.codegen.program import Program
 from qcompile.codegen.state_calls import ConvStep
 from qcompile.errors import PassError
@@ -90,6 +91,26 @@ def _with_gate(call: Call, act: str) -> Call:
     if isinstance(call, Hadamard):
         return fused.GatedHadamard(call.name, call.x, call.out, call.block, call.core, call.core_order, act)
     raise PassError("codegen", call.name, "GPU kernels read a gated value only to transform or quantize it")
+
+
+def quantize_gates(program: Program) -> Program:
+    """The call that quantizes act(gate) * up next computes it, where adapters come between a GEMM and its gate."""
+    reads, calls = Reads(program), list[Call]()
+    quantizing: Call | None = None
+    for call, after in _with_next(program):
+        if call is quantizing:
+            continue
+        if isinstance(call, GateRows) and isinstance(after, QuantizeRows) and _only_quantized(reads, call, after):
+            call, quantizing = fused.GatedQuantize(after.name, call.x, after.out, call.kind), after
+        calls.append(call)
+    return replace(program, calls=tuple(calls))
+
+
+def _only_quantized(reads: Reads, gate: GateRows, quantize: QuantizeRows) -> bool:
+    """Whether nothing but `quantize` reads the gate's result, and its own result overwrites nothing that the gate
+    reads."""
+    only = quantize.x == gate.out and reads.alone(quantize, gate.out)
+    return only and reads.disjoint([quantize.out], [gate.x])
 
 
 # ---- results of GEMMs and attention that are quantized next ----------------------------------------
@@ -303,6 +324,7 @@ def _with_next(program: Program) -> Iterator[tuple[Call, Call | None]]:
 
 RULES: tuple[Callable[[Program], Program], ...] = (
     separate_gates,
+    quantize_gates,
     round_results,
     measure_results,
     normalize_in_append,

@@ -40,7 +40,7 @@ class FusedCall(Call):
 
 @dataclass(frozen=True)
 class GatedQuantize(Call):
-    """QuantizeRows of act(gate) * up; x: bf16 [rows, 2 * width], alternating blocks of gate and up columns."""
+    """QuantizeRows of act(gate) * up; x: bf16 or f32 [rows, 2 * width], alternating blocks of gate and up columns."""
 
     kernel: ClassVar[str] = "gated_quantize"
     x: str

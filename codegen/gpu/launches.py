@@ -26,6 +26,7 @@ and grid sizes. Counts of a step:
     biased, penalized           `outputs` if any sequence has biases, or penalties, else 0
     masked                      `outputs` if a grammar excludes tokens of any sequence, else 0
     reported                    `outputs` if log probabilities of any sequence are wanted, else 0
+    adapted                     the number of tokens if any sequence has an adapter, else 0
     kept                        if any of these sequences has biases, penalties or a grammar too, at least the number of
                                 outputs for which a token is chosen (their next token is not known); else 0
 """

@@ -38,6 +38,7 @@ from qcompile.codegen.gpu import (
     expert_launches,
     fused,
     gemm_launches,
+    lora_launches,
     router_launches,
     row_launches,
     state_launches,
@@ -52,6 +53,7 @@ from qcompile.codegen.gpu.hidden import hidden_of
 from qcompile.codegen.gpu.kv_pages import LEAVES, GpuKV
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.rounds import feedback_launch, follow_launch
+from qcompile.codegen.lora_calls import GateRows, LoraExpand, LoraShrink
 from qcompile.codegen.program import Program
 from qcompile.codegen.state_calls import ConvStep, RecurrenceStep
 from qcompile.errors import PassError, UnsupportedError
@@ -131,6 +133,9 @@ _LAUNCHES: Mapping[type[Call], Callable[[PlanContext, Any], Iterator[Launch]]] =
     AllGather: all_gather.all_gather,
     AllReduce: all_reduce.all_reduce,
     RecurrenceStep: state_launches.recurrence_step,
+    LoraShrink: lora_launches.lora_shrink,
+    LoraExpand: lora_launches.lora_expand,
+    GateRows: lora_launches.gate_rows,
     fused.GatedQuantize: row_launches.gated_quantize,
     fused.GatedHadamard: row_launches.hadamard,
     fused.MeasuredQuantize: measured_quantize,

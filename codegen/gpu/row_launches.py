@@ -179,7 +179,8 @@ def quantize(context: PlanContext, c: QuantizeRows) -> Iterator[Launch]:
 
 def gated_quantize(context: PlanContext, c: fused.GatedQuantize) -> Iterator[Launch]:
     """The launch of a quantization of act(gate) * up."""
-    spec = RowSpec(context.buffer(c.out).width, context.buffer(c.x).stride, 0, "bf16", gated=c.act)
+    x = context.buffer(c.x)
+    spec = RowSpec(context.buffer(c.out).width, x.stride, 0, "f32" if x.dtype == "f32" else "bf16", gated=c.act)
     yield row_launch(context, written_to(context, c.out, spec), c.name, context.ref(c.x), c.out, {})
 
 

@@ -149,6 +149,7 @@ class CudaExecutor:
             "sequences": len(sequences),
             "queries": written.queries,
             "table_stride": written.stride,
+            "adapted": written.adapted,
             **sampled,
             **attention_counts(self.plan, written.decoding, written.prompts),
         }
@@ -259,9 +260,8 @@ class CudaExecutor:
             self.ranks.plans.masks(self._masks.content())
 
     def _fetch(self, name: str, count: int, last: bool) -> Callable[[], list[int]]:
-        """Queue a copy to the host of the first tokens of a result, and of the reports that the sampling inputs of
-        `fill` ask for if this is the last copy after that. Returns a function that waits for both, and returns the
-        tokens."""
+        """Queue a copy to the host of a result's first tokens, and if it is the `last` one after `fill`, of the reports
+        that its sampling inputs ask for. Returns a function that waits for both, and returns the tokens."""
         if last:
             self.fetch_reports()
         numbers = self._tokens[self._turn]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain, repeat
 from typing import Any, NamedTuple
 
+from qcompile.runtime.cuda.adapters import DeviceAdapters
 from qcompile.runtime.cuda.counts import MIN_PAGES, AttentionWork, attention_work, eighths, power_of_two
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.cuda.memory import DeviceMemory, PinnedNumbers
@@ -16,11 +17,14 @@ _NAMES = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "q
 """Arrays of at most one number a row, and some more; the block table, of pages for each sequence, follows them."""
 _STATE_NAMES = ("state_slots", "certain")
 """More of these arrays, of one number a sequence, for paths with recurrent states."""
+_ADAPTERS = "adapters"
+"""One more, for paths with linears that adapters may change: the number of each sequence's adapter, 0 for none."""
 
 
 class Written(NamedTuple):
     """What `StepInputs.write` wrote: numbers of rows and of rows with logits, pages of a sequence in the block table,
-    most rows of a sequence, and the work of attention for sequences that decode and for prompts."""
+    most rows of a sequence, and the work of attention for sequences that decode and for prompts. `adapted`: the rows, 0
+    if none has an adapter."""
 
     tokens: int
     outputs: int
@@ -28,6 +32,7 @@ class Written(NamedTuple):
     queries: int
     decoding: AttentionWork
     prompts: AttentionWork
+    adapted: int = 0
 
 
 class StepInputs:
@@ -49,6 +54,9 @@ class StepInputs:
         self._plan, self._limits, self._memory, self._spare, self._repeated = plan, limits, memory, spare, repeated
         self._most_pages = power_of_two(limits.pages_for(limits.max_position + MOST_DRAFTS))
         names = _NAMES + _STATE_NAMES * (plan["slot_bytes"] > 0)
+        names += (_ADAPTERS,) * any(launch["by"] == "adapted" for launch in plan["launches"])
+        self.adapters: DeviceAdapters | None = None
+        """The adapters that sequences may have; None if there are none."""
         self._offsets = {name: i * (memory.rows + 4) for i, name in enumerate((*names, "block_table"))}
         self._hosts = PinnedNumbers(driver), PinnedNumbers(driver)
         self._address = 0
@@ -92,13 +100,17 @@ class StepInputs:
         if "certain" in self._offsets:
             values["state_slots"] = [rows.slot for rows in sequences]
             values["certain"] = [self._certain(rows) for rows in sequences]
+        adapters = [self.adapters.number(rows.pages[0]) if self.adapters else 0 for rows in sequences]
+        if _ADAPTERS in self._offsets:
+            values[_ADAPTERS] = adapters
         host = self._hosts[turn].begin()
         for name, items in values.items():
             host[self._offsets[name] : self._offsets[name] + len(items)] = items
         self._write_pages(host, sequences, need, stride)
         self._written = self._offsets["block_table"] + len(sequences) * stride
         self._hosts[turn].send(self._address, self._written)
-        return Written(starts[-1], len(values["output_rows"]), stride, max(lengths), decoding, prompts)
+        adapted = starts[-1] if any(adapters) else 0
+        return Written(starts[-1], len(values["output_rows"]), stride, max(lengths), decoding, prompts, adapted)
 
     def content(self, turn: int) -> memoryview:
         """The bytes that the last `write` has put into host copy `turn`."""

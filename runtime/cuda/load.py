@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcompile.artifact.hashes import damaged, file_problem, listed_file, read_part
-from qcompile.artifact.layout import Manifest
+from qcompile.artifact.layout import ADAPTER_TABLE, Manifest
 from qcompile.errors import ResourceError
+from qcompile.runtime.cuda.adapters import DeviceAdapters, Sites
 from qcompile.runtime.cuda.driver import Driver, driver
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.memory import activation_bytes, pages_in, peer_bytes
@@ -37,7 +38,7 @@ _BUFFER_SHARE = 4
 states."""
 
 
-def open_cuda(
+def open_cuda(  # parameters: those of `load` that concern a GPU
     root: Path,
     manifest: Manifest,
     max_batch: int,
@@ -46,13 +47,15 @@ def open_cuda(
     drafts: bool,
     tokenizer: Tokenizer | None = None,
     step_rows: int | None = None,
+    adapters: Mapping[str, Sites] | None = None,
 ) -> tuple[CudaExecutor, Drafter | None]:
     """Verify every file of the artifact, copy its weights to the GPU, and open its plan and, if wanted, its drafts.
 
     `memory_share` is the share of the GPU's memory that may be used, `tokenizer` the target's, `step_rows` the most
-    rows of a step (by default STEP_TOKENS; fewer where memory is short or the kernels take fewer). Raises ArtifactError
-    (damaged, or its kernels do not run on this GPU), ResourceError (no driver, GPU, or memory), UsageError (less cache
-    than a page, or more rows than the kernels take).
+    rows of a step (by default STEP_TOKENS; fewer where memory is short or the kernels take fewer), `adapters` the
+    factors of adapters by name, for an artifact that has places for them. Raises ArtifactError (damaged, or its kernels
+    do not run on this GPU), ResourceError (no driver, GPU, or memory), UsageError (less cache than a page, or more rows
+    than the kernels take).
     """
     if (ranks := len(manifest["runtime"].get("ranks") or [0])) > 1:
         return open_divided(root, manifest, ranks, max_batch, kv_cache_bytes, memory_share, step_rows), None
@@ -81,19 +84,15 @@ def open_cuda(
         undo.callback(_free, gpu, held, modules)
         functions = _load_kernels(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
         weights = _upload_weights(gpu, root, manifest, held)
+        sent = DeviceAdapters(gpu, adapters, weights[ADAPTER_TABLE], held) if adapters else None
         target = _open_target(gpu, plans, functions, weights, limits, room)
         undo.pop_all()
         target.adopt(held, modules)
+        target.inputs.adapters = sent
         if not stages:
             return target, None
         undo.callback(target.close)
-        opened: list[DraftStage] = []
-        rest = iter(plans[1:])
-        for stage in stages:
-            plan = next(rest) if "library" in stage else None
-            opened.append(_stage(target, stage, plan, functions, weights))
-            if executor := opened[-1].executor:
-                undo.callback(executor.close)
+        opened = _open_stages(undo, target, stages, plans[1:], (functions, weights))
         drafter = _drafter(root, manifest["files"], target, stages, opened, tokenizer)
         undo.pop_all()
     return target, drafter
@@ -194,6 +193,27 @@ class _Room(NamedTuple):
     most_pages: int
     memory_share: float
     fewer_rows: bool = False
+
+
+def _open_stages(
+    undo: ExitStack,
+    target: CudaExecutor,
+    stages: list[dict[str, Any]],
+    plans: list[dict[str, Any]],
+    addresses: tuple[dict[str, int], dict[str, int]],
+) -> list[DraftStage]:
+    """Open the draft stages, those with a library over the next of `plans`; `undo` closes them.
+
+    `addresses` are those of kernels and of weights, by name.
+    """
+    opened: list[DraftStage] = []
+    rest = iter(plans)
+    for stage in stages:
+        plan = next(rest) if "library" in stage else None
+        opened.append(_stage(target, stage, plan, *addresses))
+        if executor := opened[-1].executor:
+            undo.callback(executor.close)
+    return opened
 
 
 def _stage(

@@ -17,7 +17,7 @@ from qcompile.runtime.engine.plan import StepPlan, StepRoom
 from qcompile.runtime.engine.prefixes import CachedPage, CachedText, cached_positions
 from qcompile.runtime.engine.slots import NO_SLOT, SlotPool
 from qcompile.runtime.engine.snapshots import Snapshots
-from qcompile.runtime.lora.table import AdapterTable
+from qcompile.runtime.lora.table import Adapters
 from qcompile.runtime.request import Request
 
 
@@ -38,7 +38,7 @@ class Scheduler:
         """Copies of recurrent states, without which a model with states reuses no pages; None: it has no states."""
         self.drafts_have_states = False
         """Whether a draft has recurrent states of its own, which no cached page holds."""
-        self.adapters: AdapterTable | None = None
+        self.adapters: Adapters | None = None
         """The adapters that requests may have; None if there are none."""
         self.samples = samples
         """Whether the executor samples the tokens of requests with a temperature."""

@@ -1,4 +1,7 @@
-"""The factors of an adapter in the linears of an artifact, laid out as codegen/cpu/templates/lora.h describes."""
+"""The factors of an adapter in the linears of an artifact, laid out as codegen/cpu/templates/lora.h describes.
+
+The layout for GPUs is the same.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,11 @@ def _of_site(site: Site, adapter: Adapter, vectors: Any) -> SiteFactors | None:
     if not pairs:
         return None
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[site.factors]
-    a, b = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1)
+    return laid_out(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1), dtype)
+
+
+def laid_out(a: Tensor, b: Tensor, dtype: torch.dtype) -> SiteFactors:
+    """The factors a [R, K] and b [N, R], scale included, of an adapter in one linear, as numbers of `dtype`."""
     a = torch.nn.functional.pad(a, (0, -a.shape[1] % INPUT_STEP, 0, -a.shape[0] % RANK_STEP))
     return SiteFactors(a.to(dtype).contiguous(), *_blocks(b.to(dtype)))
 

@@ -1,4 +1,4 @@
-"""The table by which kernels find the adapters of rows: LoraTable of codegen/cpu/templates/lora.h.
+"""The table by which kernels of CPUs find the adapters of rows: LoraTable of codegen/cpu/templates/lora.h.
 
 A KV page holds keys and values that one adapter computed, so pages tell kernels which adapter a sequence has: that of
 its first page. Whoever gives a sequence its pages marks the first one (engine/scheduler.py, engine/forward.py).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qcompile.artifact.hashes import listed_file
 from qcompile.artifact.layout import ADAPTER_TABLE, ADAPTERS_FILE
@@ -34,6 +34,17 @@ class _Table(ctypes.Structure):
     """`LoraTable`."""
 
     _fields_ = [("adapter", ctypes.c_void_p), ("sites", ctypes.c_void_p), ("count", ctypes.c_int64)]
+
+
+class Adapters(Protocol):
+    """The adapters that requests may have."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters' names in the order given."""
+
+    def mark(self, page: int, name: str | None) -> None:
+        """Note that the sequence whose first page is `page` has the adapter `name`, or none."""
 
 
 class AdapterTable:
@@ -69,12 +80,24 @@ class AdapterTable:
 def open_table(
     root: Path, manifest: Mapping[str, Any], lora: Mapping[str, str | Path], pointers: Any, pages: int
 ) -> AdapterTable | None:
-    """Read the adapters `lora`, folders by name, for the artifact at `root`; None if none are given.
+    """The adapters `lora`, folders by name, for the artifact at `root`; None if none are given.
 
     `pointers` are the addresses of the artifact's weights. Raises UsageError or UnsupportedError naming the adapter.
     """
+    named = read_factors(root, manifest, lora)
+    names = [entry["name"] for entry in manifest["runtime"]["weights"]]
+    return AdapterTable(named, pages, pointers[names.index(ADAPTER_TABLE)]) if named else None
+
+
+def read_factors(
+    root: Path, manifest: Mapping[str, Any], lora: Mapping[str, str | Path]
+) -> dict[str, list[SiteFactors | None]]:
+    """By name: the factors of the adapters `lora` in each linear of the artifact at `root` that adapters may change.
+
+    Raises UsageError or UnsupportedError naming the adapter.
+    """
     if not lora:
-        return None
+        return {}
     if ADAPTERS_FILE not in manifest["files"]:
         raise UnsupportedError(
             f"{root} has no places for adapters: build it with --set lora.rank=16, or merge an adapter with --lora DIR"
@@ -86,9 +109,7 @@ def open_table(
     content = listed_file(root, manifest["files"], ADAPTERS_FILE)
     assert content is not None
     adapted = Adapted.from_bytes(content)
-    named = {name: factors(adapted, read_adapter(Path(folder))) for name, folder in lora.items()}
-    names = [entry["name"] for entry in manifest["runtime"]["weights"]]
-    return AdapterTable(named, pages, pointers[names.index(ADAPTER_TABLE)])
+    return {name: factors(adapted, read_adapter(Path(folder))) for name, folder in lora.items()}
 
 
 def check_names(lora: object) -> None:

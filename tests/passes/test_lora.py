@@ -12,7 +12,6 @@ from qcompile import ops
 from qcompile.artifact.adapted import Adapted
 from qcompile.checkpoints.adapters import read_adapter
 from qcompile.clock import Clock, silent
-from qcompile.errors import UnsupportedError
 from qcompile.graph import Graph, Weight, WeightStore
 from qcompile.passes.adapted_linears import ROUNDED
 from qcompile.passes.lora import Lora, described, refusals, sites
@@ -128,5 +127,3 @@ def test_ranks_are_checked() -> None:
     with pytest.raises(Exception, match=r"lora\.rank=-1 must be from 0"):
         Lora(-1)
     assert not Lora().wanted and not Lora(4).for_draft().wanted
-    with pytest.raises(UnsupportedError, match=r"lora\.rank: target h100 has no kernels for adapters"):
-        Schedule(resolve("w4a16", {"lora.rank": 4}), "h100").model_passes()

@@ -124,6 +124,7 @@ class Interpreter:
             "queries": max(lengths),
             "table_stride": stride,
             **dict.fromkeys(("sampled", "top_k", "top_p", "biased", "penalized", "masked", "reported", "kept"), 0),
+            "adapted": 0,
             **attention_counts(plan, decoding, prompts),
         }
 

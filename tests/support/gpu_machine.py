@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,24 @@ import torch
 
 from qcompile import drafts as drafts_module
 from qcompile import pipeline
+from qcompile.artifact.adapted import Adapted
 from qcompile.artifact.describe import KernelFiles
+from qcompile.artifact.layout import ADAPTER_TABLE
+from qcompile.checkpoints.adapters import read_adapter
 from qcompile.codegen.gpu import compile as gpu_compile
 from qcompile.codegen.gpu.build import with_rounds
 from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.operands import CountRef, NumberRef, grid_size
 from qcompile.codegen.gpu.plan import make_plan
+from qcompile.passes.lora import described
 from qcompile.runtime.cuda import counts, inputs, launching, load
+from qcompile.runtime.cuda.adapters import DeviceAdapters
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
+from qcompile.runtime.lora.factors import factors
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.inputs import SamplingInputs
 from qcompile.runtime.speculation.controller import GammaController
@@ -156,7 +162,7 @@ class Machine:
         # One page behind the last shows that programs of nothing write nothing, in less time than seven.
         counts.MIN_PAGES = inputs.MIN_PAGES = 2
         self.driver = HostDriver()
-        planned = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts, **how)
+        self.planned = planned = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts, **how)
         kv = planned.program.kv
         sizes = max_tokens, planned.program.vocab_size, kv.page_tokens, planned.program.max_position
         self.limits = Limits(*sizes, kv.ring_tokens, slots=8)
@@ -199,10 +205,19 @@ class Machine:
         for executor in self.executors:
             executor.samples = chosen
 
+    def adapt(self, rank: int, folders: Mapping[str, Path]) -> DeviceAdapters:
+        """Load adapters for a decoder with places for those of a rank."""
+        adapted = Adapted.from_bytes(described(self.planned.graphs[-1], rank).to_bytes())
+        named = {name: factors(adapted, read_adapter(folder)) for name, folder in folders.items()}
+        driver: Any = self.driver
+        self.target.inputs.adapters = sent = DeviceAdapters(driver, named, self.weights[ADAPTER_TABLE], [])
+        return sent
+
     def engine(self, gamma: int = 0) -> Engine:
         """A new engine that drafts `gamma` tokens a round. Like that of a loaded model, it has a controller."""
         pool = BlockPool(self.pages, self.limits.page_tokens, self.limits.ring_tokens)
         engine = Engine(self.target, pool, None, (), 8, self.speculator if gamma else None)
+        engine.scheduler.adapters = self.target.inputs.adapters
         prior = SpeculationPrior((RoundCosts(1, 64, 1e-3, dict.fromkeys(GAMMAS, 1e-3)),), 0.8)
         engine.speculation.gamma, engine.speculation.controller = gamma, GammaController(prior)
         return engine
