@@ -100,5 +100,6 @@ def shown(value: object) -> str:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """` (did you mean X?)` with the known name that is most like a wrong `name`; empty if none is like it."""
-    near = difflib.get_close_matches(name, [other for other in known if other != name], 1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    others = {other.lower(): other for other in known if other != name}
+    near = difflib.get_close_matches(name.lower(), others, 1)
+    return f" (did you mean {others[near[0]]}?)" if near else ""

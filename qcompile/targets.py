@@ -154,7 +154,6 @@ def get_target(name: str) -> Target:
         best = next(level for level in _LEVELS if not missing_flags(level.requires))
         return replace(best, name="cpu")
     if name not in TARGETS:
-        raise UsageError(
-            f"target {name} is unknown; there are {', '.join(TARGET_NAMES)}{suggestion(name, TARGET_NAMES)}"
-        )
+        near = " (name the GPU that is to run the model)" if name in ("gpu", "cuda") else suggestion(name, TARGET_NAMES)
+        raise UsageError(f"target {name} is unknown; there are {', '.join(TARGET_NAMES)}{near}")
     return TARGETS[name]

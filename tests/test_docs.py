@@ -22,10 +22,10 @@ def taught() -> Iterator[dict[str, str]]:
     """Code of the page by path; its pass can be imported while a test runs."""
     code = {result["path"]: result["code"] for result in BLOCK.finditer(PAGE.read_text(encoding="utf-8"))}
     module = ModuleType(TAUGHT)
-    sys.modules[TAUGHT] = module
+    sys.modules[TAUGHT] = sys.modules[TAUGHT.rpartition(".")[2]] = module  # in qcompile, and beside the script
     exec(compile(code["passes/fold_scales.py"], str(PAGE), "exec"), module.__dict__)
     yield code
-    del sys.modules[TAUGHT]
+    del sys.modules[TAUGHT], sys.modules[TAUGHT.rpartition(".")[2]]
 
 
 def test_the_page_is_complete(taught: dict[str, str]) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qcompile.checkpoints.gguf.files import SUFFIX
 from qcompile.checkpoints.gguf.files import is_file as is_gguf
 from qcompile.checkpoints.tokenizer_sources import PATTERNS
 from qcompile.errors import QCompileError, ResourceError, UsageError
@@ -32,8 +31,9 @@ def check(model: str | Path) -> None:
     if not str(model):
         raise UsageError("the model's name is empty: give a checkpoint directory, or a name on the model hub")
     if not (Path(model).is_dir() or is_gguf(model) or is_name(str(model))):
-        missing = Path(model).suffix == SUFFIX and not Path(model).exists()
-        raise UsageError(f"{model} {'does not exist' if missing else 'is not a checkpoint directory'}")
+        if not Path(model).exists():
+            raise UsageError(f"{model} does not exist: give a checkpoint directory, or a name on the model hub")
+        raise UsageError(f"{model} is a file: give the directory of a checkpoint, or a GGUF file")
 
 
 def find(

@@ -200,8 +200,9 @@ def _record(record: PassRecord) -> dict[str, Any]:
 
 
 def _line(records: Sequence[PassRecord]) -> str:
-    """How often each pass fired, and how many places it left unchanged."""
-    return ", ".join(f"{p.name} {p.fired}" + (f" ({len(p.notes)} left alone)" if p.notes else "") for p in records)
+    """How often each pass fired, and how many notes it made, such as on places that it left unchanged."""
+    notes = [f" ({console.counted(len(record.notes), 'note')})" if record.notes else "" for record in records]
+    return ", ".join(f"{record.name} {record.fired}{note}" for record, note in zip(records, notes, strict=True))
 
 
 def _explained(report: BuildReport, explain: str) -> list[str]:
@@ -209,7 +210,9 @@ def _explained(report: BuildReport, explain: str) -> list[str]:
     lines: list[str] = []
     for path, records in {"": report.passes, **report.drafts}.items():
         for record in (record for record in records if record.name == explain):
-            notes = record.notes or (f"{explain} left nothing alone",)
+            notes = record.notes or (
+                f"{explain} fired {console.counted(record.fired, 'time')}, and left nothing alone",
+            )
             lines += [f"{path}: {note}" if path else note for note in notes]
     if lines:
         return lines

@@ -31,7 +31,7 @@ class Estimate:
         expected = usual | {"weights": usual["weights"] * weights}
         self._expected = expected | {"kernels": max(usual["kernels"] - expected["weights"], 0.0)}
         self._taken: dict[str, float] = {}
-        self._part, self._start = "", time.monotonic()
+        self._part, self._start, self._percent = "", time.monotonic(), 0
 
     def enter(self, stage: str) -> None:
         """A stage of the build begins."""
@@ -49,7 +49,8 @@ class Estimate:
         rest = here * (1 - share) / share if share else max(expected * slower - here, 0.05 * here)
         place = _ORDER.index(self._part) if self._part in _ORDER else -1
         rest += sum(self._expected[part] for part in _ORDER[place + 1 :] if part not in self._taken) * slower
-        return int(100 * spent / max(spent + rest, 1e-9)), rest
+        self._percent = max(self._percent, int(100 * spent / max(spent + rest, 1e-9)))  # never falls
+        return self._percent, rest
 
     def finish(self) -> None:
         """The build is done: keep its seconds for the estimate of the next one."""

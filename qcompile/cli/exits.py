@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 import traceback
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from qcompile.cli import console
-from qcompile.cli.environment import DEBUG, is_on
+from qcompile.cli.environment import DEBUG, PREFIX, is_on
 from qcompile.errors import EXIT_BUG, EXIT_SIGNAL, QCompileError, ResourceError, UsageError
 
 
@@ -86,7 +87,7 @@ def _failed(error: Exception, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, QCompileError):
-        console.log("qcompile: " + str(error).replace("\n", "\\n"))
+        console.log("qcompile: " + str(error).replace("\n", "\\n") + _variable_of(error))
         return error.exit_code
     if isinstance(error, MemoryError):
         console.log("qcompile: out of memory: close other programs, or take a smaller model")
@@ -120,6 +121,15 @@ def _source(error: Any) -> str:
         return ""
     source = context.get_parameter_source(parameter.name)
     return f" (from {parameter.envvar})" if getattr(source, "name", "") == "ENVIRONMENT" else ""
+
+
+def _variable_of(error: QCompileError) -> str:
+    """The environment variables that hold what a UsageError quotes, unless the command line has it as well."""
+    if not isinstance(error, UsageError):
+        return ""
+    quoted = re.split(r"[\s,;:]+", str(error))
+    names = [name for name, value in os.environ.items() if name.startswith(PREFIX) and value in quoted]
+    return f" (from {', '.join(sorted(names))})" if names and os.environ[names[0]] not in sys.argv else ""
 
 
 _SCARCE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}

@@ -298,9 +298,9 @@ def test_value_that_is_not_finite(saved: Path, tmp_path: Path, value: float) -> 
 
 
 def test_not_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not a checkpoint directory"):
+    with pytest.raises(UsageError, match="nowhere does not exist"):
         frontend.load(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="is not a checkpoint directory"):
+    with pytest.raises(UsageError, match="nowhere does not exist"):
         frontend.load("nowhere")
 
 

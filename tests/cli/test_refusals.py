@@ -16,10 +16,10 @@ from tests.cli.test_app import code_of, refusal
 
 Capture = pytest.CaptureFixture[str]
 WRONG = {
-    ("build", "nowhere", "-o", "x"): "nowhere is not a checkpoint directory",
+    ("build", "nowhere", "-o", "x"): "nowhere does not exist",
     ("build", "m", "-o", "x"): "m/config.json is missing",
     ("build", "good", "-o", "good"): "holds other files: choose another",
-    ("build", "good", "-o", "x", "--draft", "lookup", "--draft", "nowhere"): "nowhere is not a checkpoint directory",
+    ("build", "good", "-o", "x", "--draft", "lookup", "--draft", "nowhere"): "nowhere does not exist",
     ("build", "good", "-o", "x", "--set", "cash.format=kv8"): "pass cash is unknown",
     ("build", "good", "-o", "x", "--set", "rotat.enabled=true"): "(did you mean rotate?)",
     ("build", "good", "-o", "x", "--set", "cache.formt=kv8"): "(did you mean format?)",
@@ -28,8 +28,11 @@ WRONG = {
     ("build", "good", "-o", "x", "--head-dtype", "int9"): "(did you mean int8?)",
     ("build", "good", "-o", "x", "--explain", "rotat"): "there is no such pass",
     ("build", "good", "-o", "x", "--recipe", "w4a9"): "(did you mean w4a8?)",
+    ("build", "good", "-o", "x", "--recipe", "W4A8"): "(did you mean w4a8?)",
     ("doctor", "m"): "m/config.json is missing",
     ("doctor", "good", "--target", "h2000"): "(did you mean h200?)",
+    ("doctor", "good", "--target", "gpu"): "(name the GPU that is to run the model)",
+    ("doctor", "good/config.json"): "good/config.json is a file: give the directory of a checkpoint",
     ("run", "good", "-p", "x", "--set", "rotate.enabled=2"): "write true or false",
     ("serv", "good"): "Did you mean 'serve'?",
     ("run", "good", "--promt", "x"): "--prompt",
@@ -54,6 +57,17 @@ assert "torch" not in sys.modules
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert [line for line, expected in zip(lines, WRONG.values(), strict=True) if expected not in line] == []
+
+
+@pytest.mark.parametrize("given", [(), ("--recipe", "w4a9")])
+def test_a_wrong_value_of_a_variable_names_it(
+    given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("QCOMPILE_RECIPE", "w4a9")
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ("build", str(tmp_path), "-o", str(tmp_path / "x"), *given)
+    monkeypatch.setattr(sys, "argv", ["qcompile", *arguments])
+    assert refusal(capsys, 2, *arguments).rstrip().endswith("(from QCOMPILE_RECIPE)") == (not given)
 
 
 def test_fields_of_passes_are_those_of_their_classes() -> None:

@@ -100,7 +100,7 @@ def test_explain_speaks_of_every_path(tmp_path: Path, capsys: pytest.CaptureFixt
         return capsys.readouterr().out
 
     assert "\ndraft1: node x: why\n" in explained("node x: why")
-    assert "\ndraft1: speculate left nothing alone\n" in explained()
+    assert "\ndraft1: speculate fired 1 time, and left nothing alone\n" in explained()
     assert "--set" not in explained(name="fuse")  # nothing of that kind would help
 
 
