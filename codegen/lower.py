@@ -38,6 +38,7 @@ from qcompile.codegen.calls import (
     Route,
     TakeRows,
 )
+from qcompile.codegen.fidelity import Fidelity
 from qcompile.codegen.kv_layout import KVLayout
 from qcompile.codegen.lower_lora import gate_rows, lora_expand, lora_shrink
 from qcompile.codegen.lower_states import conv_step, recurrence_step
@@ -452,13 +453,14 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
 _VIEWS = ("slice_features", "split_heads", "merge_heads")
 
 
-def lower(graph: Graph, weights: WeightTable, origin: str = "") -> Program:
+def lower(graph: Graph, weights: WeightTable, origin: str = "", fidelity: Fidelity | None = None) -> Program:
     """The program of one step of `graph` (after plan_memory); its weights are added to `weights`.
 
     All paths of one model are lowered into the same table with the same `origin`; another model has its own, which
-    prefixes its weights' names. Raises PassError naming the node when no kernel supports an operator as used there.
+    prefixes its weights' names. `fidelity` counts what rounding changes when weights are written. Raises
+    PassError naming the node when no kernel supports an operator as used there.
     """
-    low = Lowering(graph, weights, origin)
+    low = Lowering(graph, weights, origin, fidelity)
     for node in graph.nodes:
         kind = ops.name_of(node.target)
         if node.op != "call_function" or graph.is_weight(node) or kind in _VIEWS or node.target is operator.getitem:

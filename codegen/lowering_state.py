@@ -20,11 +20,13 @@ from qcompile.codegen.buffers import Buffer
 from qcompile.codegen.calls import (
     Call,
 )
+from qcompile.codegen.fidelity import Fidelity
 from qcompile.codegen.packing import MixedPacking, WeightTable
 from qcompile.codegen.sizes import round_up
 from qcompile.errors import PassError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.blocks import as_blob, pack_vector, packed_vector_bytes
+from qcompile.formats.rounding import Parts
 from qcompile.graph import Graph
 
 
@@ -32,12 +34,14 @@ from qcompile.graph import Graph
 class Lowering:
     """State while lowering a graph: buffers by name, calls in order, names of its weights in order.
 
-    `origin` distinguishes the stored weights of models that share one weight table.
+    `origin` distinguishes the stored weights of models that share one weight table. `fidelity` counts what rounding
+    changes, if that is asked for.
     """
 
     graph: Graph
     table_of_weights: WeightTable
     origin: str = ""
+    fidelity: Fidelity | None = None
     buffers: dict[str, Buffer] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     names: dict[str, None] = field(default_factory=dict)
@@ -153,8 +157,7 @@ class Lowering:
         sizes = self.table_of_weights.packing.sizes(n, k, format, activation)
 
         def blobs() -> Iterator[Tensor]:
-            parts = self.graph.evaluate(node, self._vectors)
-            yield from self.table_of_weights.packing.blobs(parts, format, activation).values()
+            yield from self.table_of_weights.packing.blobs(self._parts(node), format, activation).values()
 
         parts = tuple((f".{role}", size) for role, size in sizes.items())
         packed_as = self.packing(node, format, activation)
@@ -174,11 +177,23 @@ class Lowering:
         packing = self.table_of_weights.packing.mixed(marked, pairs, node.meta["val"][0].shape[1])
 
         def blobs() -> Iterator[Tensor]:
-            yield from packing.blobs(self.graph.evaluate(node)).values()
+            yield from packing.blobs(self._parts(node)).values()
 
         parts = tuple((f".{role}", size) for role, size in packing.sizes.items())
         names = self._register(node if taken else w, format, parts, blobs, named_for=w)
         return dict(zip(packing.sizes, names, strict=True)), packing
+
+    def _parts(self, node: fx.Node) -> Parts:
+        """The parts of a packed weight, compared with its numbers in the checkpoint where those are of few bits."""
+        rounding = None if self.fidelity is None else self.fidelity.rounding(self.graph, node)
+        known: dict[fx.Node, Any] = self._vectors
+        if self.fidelity is not None and rounding is not None:
+            w: fx.Node = ops.operand(rounding, "w")
+            known = known | {w: self.graph.evaluate(w, self._vectors)}
+            known[rounding] = self.graph.evaluate(rounding, known)
+            self.fidelity.compare(self.graph, rounding, known[w], known[rounding])
+        parts: Parts = self.graph.evaluate(node, known)
+        return parts
 
     def _register(
         self,

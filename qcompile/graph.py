@@ -61,13 +61,15 @@ class ModelInfo:
 class Weight:
     """A named weight: its shape and dtype, and a function that loads its values on demand.
 
-    `mask` loads values that may be infinite, as those added to scores; None: use `load`.
+    `mask` loads values that may be infinite, as those added to scores; None: use `load`. `few_bits`: the values are the
+    numbers that a checkpoint stores in few bits, in any order.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor]
     mask: Callable[[], Tensor] | None = None
+    few_bits: bool = False
 
 
 @dataclass
@@ -83,9 +85,10 @@ class WeightStore:
         dtype: torch.dtype,
         load: Callable[[], Tensor],
         mask: Callable[[], Tensor] | None = None,
+        few_bits: bool = False,
     ) -> None:
         """Register `name`; each call of `load()` must return a tensor of that shape and dtype."""
-        self.entries[name] = Weight(tuple(shape), dtype, load, mask)
+        self.entries[name] = Weight(tuple(shape), dtype, load, mask, few_bits)
 
     def add_tensor(self, name: str, value: Tensor) -> None:
         """Register a small constant held in memory."""
@@ -167,11 +170,11 @@ class Graph:
         """Run with reference bodies. With `dtype`, weights are cast to it first (float64 for exact checks)."""
         return _Runner(self, dtype).run(*inputs)
 
-    def evaluate(self, node: fx.Node, vectors: dict[fx.Node, Tensor] | None = None) -> Any:
+    def evaluate(self, node: fx.Node, vectors: dict[fx.Node, Any] | None = None) -> Any:
         """The value of a weight node: loads its weights and runs its operators.
 
         `vectors` caches computed vectors between calls: many weights share an order or a scale, and computing one may
-        take all weights of the model.
+        take all weights of the model. It may hold values of other nodes too, which are then not computed.
         """
 
         def value(item: Any) -> Any:

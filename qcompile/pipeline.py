@@ -31,6 +31,7 @@ from qcompile.checkpoints.tokenizer_files import configuration_files, tokenizer_
 from qcompile.clock import Clock, Progress, silent
 from qcompile.codegen.backend import Backend, Files
 from qcompile.codegen.cpu import build as cpu_build
+from qcompile.codegen.fidelity import Fidelity
 from qcompile.codegen.gpu import build as gpu_build
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import PackedWeight, WeightTable, stream
@@ -45,7 +46,7 @@ from qcompile.passes.rank_graphs import check_ranks, other_ranks
 from qcompile.passes.rewrite import ImportOptions, rewrite
 from qcompile.passes.schedule import Schedule, scheduled, separate_draft_passes
 from qcompile.recipe_files.resolved import RECIPE_FILE, RecipeLike, resolve
-from qcompile.report import figures, ir
+from qcompile.report import figures, ir, stored_weights
 from qcompile.report.bits import bits_per_weight
 from qcompile.report.command import command
 from qcompile.report.page import PageWriter
@@ -65,7 +66,8 @@ class CompilationPlan:
 
     `graphs` are the graphs after each pass, `files` the artifact's small files by name; all paths share `weights`.
     `lookup` says whether the last draft stage is prompt lookup. `ranks` are the programs of all processes that
-    run the model together, which differ in weights alone; empty if there is one.
+    run the model together, which differ in weights alone; empty if there is one. `fidelity` has what rounding changes,
+    when the weights are written.
     """
 
     graphs: list[Graph]
@@ -78,6 +80,7 @@ class CompilationPlan:
     drafts: list[DraftPath]
     lookup: bool
     ranks: Sequence[Program] = ()
+    fidelity: Fidelity = field(default_factory=Fidelity)
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -92,7 +95,8 @@ class BuildReport:
     `drafts` maps each draft path to its passes; those of a draft derived from the target start with `speculate`.
     `left_out` has the modules of the checkpoint that no text reaches, such as a vision tower, and their bytes there.
     `context` is in tokens; `stated_context` is what the model states, if the artifact's is less. `remarks` say, a line
-    each, what of the checkpoint the model does not use, or what it lacks.
+    each, what of the checkpoint the model does not use, or what it lacks. `stored_weights` are the linears' weights
+    that the checkpoint stores in few bits, and what rounding changes of them (Fidelity.facts); None without any.
     """
 
     path: Path
@@ -104,6 +108,7 @@ class BuildReport:
     context: int = 0
     stated_context: int | None = None
     remarks: tuple[str, ...] = ()
+    stored_weights: Mapping[str, Any] | None = None
 
 
 def build(  # parameters: the public interface, one keyword for each option
@@ -159,8 +164,7 @@ def build(  # parameters: the public interface, one keyword for each option
         with clock("weights and kernels"):
             weights, compiled = _write_and_compile(writer, planned, compile_kernels, clock)
         with clock("artifact"):
-            pages: Files = _adapters(planned) | {"report.json": planned.report, "report.html": draw_page()}
-            _add_files(writer, kernels.placed(compiled) | planned.files | pages)
+            _add_files(writer, kernels.placed(compiled) | planned.files | _described(planned, draw_page()))
             if check_passes:
                 writer.add_unsealed(PASSES_FILE, canonical_json([record.measured for record in planned.passes]))
             path = writer.finish(_manifest(planned, schedule, machine, kernels, weights))
@@ -171,7 +175,7 @@ def build(  # parameters: the public interface, one keyword for each option
 def _build_report(path: Path, planned: CompilationPlan, clock: Clock) -> BuildReport:
     of_drafts = {draft.name: tuple(draft.passes) for draft in planned.drafts}
     info, bits_per_weight = planned.graphs[-1].info, planned.bits_per_weight
-    facts = info.left_out, info.max_position, info.stated_position, info.remarks
+    facts = info.left_out, info.max_position, info.stated_position, info.remarks, planned.fidelity.facts()
     return BuildReport(path, tuple(planned.passes), clock.seconds, bits_per_weight, of_drafts, *facts)
 
 
@@ -207,12 +211,13 @@ def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions
     graphs, records = rewrite(model, passes, options, clock)
     table = WeightTable(backend.packing)
     with clock("lower"):
-        program = backend.adapt(lower(graphs[-1], table))
+        program = backend.adapt(lower(graphs[-1], table, fidelity=(fidelity := Fidelity())))
         bits = bits_per_weight(graphs[-1])
     paths = draft_paths(model, graphs, drafts, options, table, clock)
     paths = [replace(path, program=backend.adapt(path.program)) for path in paths]
     ranks = rank_programs(program, other_ranks(graphs, passes), table, backend.adapt)
-    planned = CompilationPlan(graphs, program, table.weights, records, bits, {}, b"", paths, drafts.lookup, ranks)
+    made = graphs, program, table.weights, records, bits
+    planned = CompilationPlan(*made, {}, b"", paths, drafts.lookup, ranks, fidelity)
     with clock("describe"):
         kept = tokenizer_files(model) | configuration_files(model) if isinstance(model, (str, Path)) else {}
         files = _small_files(planned) | kept | {RECIPE_FILE: schedule.recipe.text()}
@@ -236,10 +241,12 @@ def _small_files(planned: CompilationPlan) -> Files:
     }
 
 
-def _adapters(planned: CompilationPlan) -> Files:
-    """What the artifact says of linears that adapters of requests may change, if it has any."""
+def _described(planned: CompilationPlan, page: bytes) -> Files:
+    """The report, and what the artifact says of linears that adapters of requests may change, if it has any."""
     rank = next((record.options["rank"] for record in planned.passes if record.name == Lora.name), 0)
-    return {ADAPTERS_FILE: described(planned.graphs[-1], rank).to_bytes()} if rank else {}
+    adapters: Files = {ADAPTERS_FILE: described(planned.graphs[-1], rank).to_bytes()} if rank else {}
+    page = stored_weights.placed(page, planned.fidelity.facts())
+    return {**adapters, "report.json": planned.report, "report.html": page}
 
 
 def _report(planned: CompilationPlan, schedule: Schedule) -> dict[str, Any]:
@@ -325,4 +332,5 @@ def _manifest(
         "passes": [record.facts for record in planned.passes],
         "bits_per_weight": planned.bits_per_weight,
         "calibration": final.calibration.describe() if final.calibration else None,
+        **({"stored_weights": stored} if (stored := planned.fidelity.facts()) else {}),
     }

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from qcompile.report.stored_weights import PLACE
 from qcompile.targets import Target
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "pycode-1m"
@@ -101,7 +102,7 @@ class UndrawnPage:
         pass
 
     def ask(self, report: bytes) -> Callable[[], bytes]:
-        return lambda: b"<!doctype html><title>not drawn</title>"
+        return lambda: b"<!doctype html><title>not drawn</title>" + PLACE
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -91,7 +91,10 @@ class Builder:
         """The f32 weight `change(weight)` of shape `shape`, named by `label`."""
         name = f"{self.weight(weight).target}.{label}"
         if name not in self.out.weights:
-            self.out.weights.add(name, shape, torch.float32, lambda: change(self._evaluate(weight)).contiguous())
+            few_bits = weight.op == "get_attr" and self.out.weights.entries[str(weight.target)].few_bits
+            self.out.weights.add(
+                name, shape, torch.float32, lambda: change(self._evaluate(weight)).contiguous(), few_bits=few_bits
+            )
         return self.read(name)
 
     def vector(self, weight: fx.Node) -> fx.Node:

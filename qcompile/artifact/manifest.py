@@ -76,6 +76,16 @@ SHAPE: Shape = {
         "levels": Maybe([dict]),
         "ranks": Maybe([[Whole()]]),
     },
+    "stored_weights": Maybe(
+        {
+            "weights": Whole(),
+            "kept": Whole(),
+            "changed": Whole(),
+            "rows_kept": float,
+            "error": float,
+            "worst": {str: float},
+        }
+    ),
     "target": {"name": str, "isa": str, "requires": [str]},
     "tuned": Maybe(
         {"acceptance": float, "table": [{"batch": _COUNT, "context": Whole(), "plain": float, "rounds": {str: float}}]}

@@ -233,6 +233,10 @@ class Checkpoint:
         require_finite(name, value)
         return value
 
+    def in_few_bits(self, name: str) -> bool:
+        """Whether tensor `name` is stored in few bits, and read as the numbers that these represent."""
+        return False
+
     def require(self, name: str, shape: tuple[int, ...], floats: bool = True) -> None:
         """Raise unless tensor `name` exists with this shape, and is floating point if `floats` is true."""
         if name not in self.entries:
@@ -258,6 +262,10 @@ class StoredCheckpoint(Checkpoint):
             raise UsageError(f"tensor {name} is stored twice: as it is, and as {' and '.join(parts)}")
         self._make[name] = lambda: make(*(self.map(part, entry) for part, entry in zip(parts, stored, strict=True)))
         self.entries[name] = replace(stored[0], shape=shape, dtype=torch.float32)
+
+    def in_few_bits(self, name: str) -> bool:
+        """Whether tensor `name` is computed from others."""
+        return name in self._make
 
     def raw(self, name: str) -> Tensor:
         """The tensor as stored, or as computed from its parts."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qcompile.checkpoints.checkpoint import Checkpoint, require_finite
-from qcompile.checkpoints.loaders import Loader, TensorLoader
+from qcompile.checkpoints.loaders import Loader, StoredLoader, TensorLoader
 from qcompile.errors import UnsupportedError, UsageError
 
 
@@ -69,10 +69,10 @@ def loaders(module: Any, checkpoint: Checkpoint, names: Names, read: Set[str]) -
         stored = next((files[n] for n in alike if n in files), alike[0])
         if joined is not None:
             joined.require(name, tuple(value.shape))
-            by_name[name] = functools.partial(joined.load, next(n for n in alike if n in assembled))
+            by_name[name] = AssembledLoader(joined, next(n for n in alike if n in assembled))
         elif isinstance(value, nn.Parameter):
             checkpoint.require(stored, tuple(value.shape))
-            by_name[name] = functools.partial(checkpoint.load, stored)
+            by_name[name] = StoredLoader(checkpoint, stored)
         elif stored in checkpoint:
             checkpoint.require(stored, tuple(value.shape), value.is_floating_point())
             by_name[name] = TensorLoader(name, checkpoint.raw(stored))
@@ -196,6 +196,22 @@ class _Assembled:
     def load(self, name: str) -> Tensor:
         """The weight `name` in float32. Raises UsageError if a piece holds NaN or infinity."""
         return self._convert(self.checkpoint.load)[name].contiguous()
+
+
+@dataclass(frozen=True)
+class AssembledLoader:
+    """Loads the weight `name` of a group of stored tensors."""
+
+    group: _Assembled
+    name: str
+
+    def __call__(self) -> Tensor:
+        return self.group.load(self.name)
+
+    @property
+    def few_bits(self) -> bool:
+        """Whether all tensors of the group are stored in few bits."""
+        return all(self.group.checkpoint.in_few_bits(stored) for _, stored in self.group.pieces)
 
 
 def _settle_ties(module: Any, checkpoint: Checkpoint, files: dict[str, str]) -> None:

@@ -9,10 +9,26 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from qcompile.checkpoints.checkpoint import require_finite
+from qcompile.checkpoints.checkpoint import Checkpoint, require_finite
 from qcompile.errors import UsageError
 
 Loader = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class StoredLoader:
+    """Loads the tensor `name` of `checkpoint`."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    def __call__(self) -> Tensor:
+        return self.checkpoint.load(self.name)
+
+    @property
+    def few_bits(self) -> bool:
+        """Whether it is stored in few bits."""
+        return self.checkpoint.in_few_bits(self.name)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from qcompile import user_cache
 from qcompile.checkpoints.checkpoint import Checkpoint
+from qcompile.checkpoints.loaders import StoredLoader
 from qcompile.checkpoints.model_names import name_of
 from qcompile.checkpoints.stored import formats
 from qcompile.errors import QCompileError, UsageError
@@ -70,8 +71,11 @@ class Place:
             constants = load(kept)
             store = WeightStore()
             for name, shape, dtype, stored in facts["weights"]:
-                read = functools.partial(self._checkpoint.load, stored) if stored else _constant(constants[name])
-                store.add(name, shape, getattr(torch, dtype), read)
+                if stored:
+                    read = StoredLoader(self._checkpoint, stored)
+                    store.add(name, shape, getattr(torch, dtype), read, few_bits=read.few_bits)
+                else:
+                    store.add(name, shape, getattr(torch, dtype), _constant(constants[name]))
             graph = Graph.from_json(facts["graph"], store)
             graph.infer(torch.empty(shape, dtype=torch.int64, device="meta") for shape in facts["inputs"])
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, UsageError):
@@ -118,9 +122,7 @@ def place(model: Any, source: Mapping[str, Any], options: str) -> Place | None:
 
 def _stored(load: Callable[[], Tensor]) -> tuple[Checkpoint | None, str | None]:
     """(checkpoint, tensor) if `load` loads it unmodified, else (None, None)."""
-    if isinstance(load, functools.partial) and getattr(load.func, "__func__", None) is Checkpoint.load:
-        return load.func.__self__, str(load.args[0])  # type: ignore[attr-defined]
-    return None, None
+    return (load.checkpoint, load.name) if isinstance(load, StoredLoader) else (None, None)
 
 
 def _metadata(content: bytes) -> dict[str, str]:

@@ -27,6 +27,7 @@ from qcompile.cli.options import (
 )
 from qcompile.recipe_files.resolved import Resolved
 from qcompile.recipes import allocation
+from qcompile.report import stored_weights
 
 if TYPE_CHECKING:
     from qcompile.passes.base import Pass, PassRecord
@@ -180,6 +181,7 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
                 "context": report.context,
                 "stated_context": report.stated_context,
                 "remarks": list(report.remarks),
+                "stored_weights": report.stored_weights,
             }
         )
         return
@@ -189,6 +191,8 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
     if explain is not None:
         console.show("\n".join(_explained(report, explain)))
     console.show(console.left_out(report.left_out) + console.remarks(report.remarks), end="")
+    if report.stored_weights:
+        console.show(stored_weights.sentence(report.stored_weights))
     if report.stated_context is not None:
         console.show(f"context {console.context_text(report.context, report.stated_context)}")
     facts = f"{console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight"

@@ -12,6 +12,7 @@ from qcompile.artifact.reader import read_checked_manifest
 from qcompile.artifact.signature import signature_state, signature_text
 from qcompile.cli import console
 from qcompile.errors import ArtifactError
+from qcompile.report import stored_weights
 
 _MEASURED = ("max_relative_error", "seconds")
 """What --check measures of a pass."""
@@ -41,6 +42,7 @@ def summary(path: Path) -> dict[str, Any]:
         "recipe": manifest["recipe"],
         "target": manifest["target"],
         "bits_per_weight": manifest["bits_per_weight"],
+        "stored_weights": manifest.get("stored_weights"),
         "kv": kv,
         "drafts": drafts,
         "tuned": manifest.get("tuned"),
@@ -139,6 +141,7 @@ def as_text(contents: dict[str, Any]) -> str:
         f"target   {target['name']} ({target['isa']})\n"
         f"signed   {_signer(contents['signature'])}\n"
         f"weights  {contents['bits_per_weight']:.2f} bits per weight of the linears\n"
+        f"{_stored(contents['stored_weights'])}"
         f"cache    {contents['kv']['format']}\n"
         f"drafts   {drafts or 'none'}\n"
         f"passes\n{passes}"
@@ -149,6 +152,11 @@ def as_text(contents: dict[str, Any]) -> str:
 def _signer(state: dict[str, Any] | None) -> str:
     """Who signed the artifact, if that is certain."""
     return "no" if state is None else signature_text(state).removeprefix("signed ")
+
+
+def _stored(facts: dict[str, Any] | None) -> str:
+    """A line about the weights that the checkpoint stores in few bits; empty if there are none."""
+    return f"stored   {stored_weights.sentence(facts)}\n" if facts else ""
 
 
 def _adapters(merged: dict[str, float]) -> str:

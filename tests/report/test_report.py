@@ -22,6 +22,7 @@ from qcompile.report import page as report_page
 from qcompile.report import plots
 from qcompile.report.advice import advice
 from qcompile.report.command import command
+from qcompile.report.stored_weights import PLACE
 from qcompile.roofline import CPU_CORE
 from tests.support.graphs import decoder
 
@@ -148,6 +149,7 @@ class Page(HTMLParser):
 
 def test_page_stands_on_its_own_and_draws_what_there_is() -> None:
     text = report_page.page(facts())
+    assert text.count(PLACE.decode()) == 1  # for what is known when the weights are written
     page = Page(text)
     assert page.fetched == [] and "script" not in page.tags and "@import" not in text
     titles = re.findall(r"<h2>(.*?)</h2>", text)

@@ -76,6 +76,10 @@ class GgufCheckpoint(Checkpoint):
         self.values_read = True
         return self._stored[name].load(name)
 
+    def in_few_bits(self, name: str) -> bool:
+        """Whether tensor `name` is stored in blocks."""
+        return self.kinds[name] not in PLAIN
+
     def _add(self, first: Header, name: str, place: TensorPlace) -> None:
         architecture = architecture_of(first)
         module, what = _module(first, architecture, name)
