@@ -39,6 +39,9 @@ class Call:
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
+TableType = Literal["f32", "bf16", "f16"]
+
+
 @dataclass(frozen=True)
 class Embed(Call):
     """out[t] = table[id] * scale, id = token_ids[t] or positions[t] by `index`. `table`: row-major [vocab, width].
@@ -50,7 +53,7 @@ class Embed(Call):
     read_fields: ClassVar[tuple[str, ...]] = ()
     out: str
     table: str
-    table_dtype: Literal["f32", "bf16"]
+    table_dtype: TableType
     vocab: int
     scale: float = 1.0
     index: Literal["tokens", "positions"] = "tokens"

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,13 +19,14 @@ from qcompile import ops
 from qcompile.codegen.buffers import Buffer
 from qcompile.codegen.calls import (
     Call,
+    TableType,
 )
 from qcompile.codegen.fidelity import Fidelity
 from qcompile.codegen.packing import MixedPacking, WeightTable
 from qcompile.codegen.sizes import round_up
 from qcompile.errors import PassError
-from qcompile.formats.activations import activation_format
 from qcompile.formats.blocks import as_blob, pack_vector, packed_vector_bytes
+from qcompile.formats.floats import TABLE_TYPES
 from qcompile.formats.rounding import Parts
 from qcompile.graph import Graph
 
@@ -117,16 +118,25 @@ class Lowering:
         size = -(-node.meta["val"].numel() * 4 // 64) * 64
         return self._register(node, "indices", (("", size),), blobs)[0]
 
-    def table(self, node: fx.Node) -> tuple[str, Literal["f32", "bf16"]]:
-        """An embedding table row-major, and its dtype: bf16 where the checkpoint has bf16, else f32."""
-        meta = node.meta["val"]
-        dtype: Literal["f32", "bf16"] = "bf16" if meta.dtype == torch.bfloat16 else "f32"
+    def table(self, node: fx.Node) -> tuple[str, TableType]:
+        """An embedding table row-major, and its type: the checkpoint's 16 bits if they hold its numbers, else f32."""
+        stored = self._stored_type(node)
+        kind: TableType = "bf16" if stored == torch.bfloat16 else "f16" if stored == torch.float16 else "f32"
+        dtype = TABLE_TYPES[kind]
 
         def blobs() -> Iterator[Tensor]:
-            yield as_blob(self.graph.evaluate(node, self._vectors).to(activation_format(dtype).dtype))
+            yield as_blob(self.graph.evaluate(node, self._vectors).to(dtype))
 
-        size = -(-meta.numel() * activation_format(dtype).dtype.itemsize // 64) * 64
-        return self._register(node, "table", (("", size),), blobs)[0], dtype
+        size = -(-node.meta["val"].numel() * dtype.itemsize // 64) * 64
+        name = self._register(node, "table", (("", size),), blobs)[0]
+        node.meta["packed"]["dtype"] = kind
+        return name, kind
+
+    def _stored_type(self, node: fx.Node) -> torch.dtype | None:
+        """The type in which the checkpoint stores the numbers of `node`, rows or columns of one of its weights."""
+        while ops.name_of(node.target) == "take_spans":
+            node = ops.operand(node, "w")
+        return self.graph.weights.entries[str(node.target)].stored if node.op == "get_attr" else None
 
     def reserved(self, name: str, size: int) -> str:
         """Memory of `size` bytes that is zero in the artifact, for the runtime to write to."""

@@ -62,7 +62,8 @@ class Weight:
     """A named weight: its shape and dtype, and a function that loads its values on demand.
 
     `mask` loads values that may be infinite, as those added to scores; None: use `load`. `few_bits`: the values are the
-    numbers that a checkpoint stores in few bits, in any order.
+    numbers that a checkpoint stores in few bits, in any order. `stored` is the type of floats in which a checkpoint
+    or a module has them as they are; None if they are computed.
     """
 
     shape: tuple[int, ...]
@@ -70,6 +71,7 @@ class Weight:
     load: Callable[[], Tensor]
     mask: Callable[[], Tensor] | None = None
     few_bits: bool = False
+    stored: torch.dtype | None = None
 
 
 @dataclass
@@ -86,9 +88,10 @@ class WeightStore:
         load: Callable[[], Tensor],
         mask: Callable[[], Tensor] | None = None,
         few_bits: bool = False,
+        stored: torch.dtype | None = None,
     ) -> None:
         """Register `name`; each call of `load()` must return a tensor of that shape and dtype."""
-        self.entries[name] = Weight(tuple(shape), dtype, load, mask, few_bits)
+        self.entries[name] = Weight(tuple(shape), dtype, load, mask, few_bits, stored)
 
     def add_tensor(self, name: str, value: Tensor) -> None:
         """Register a small constant held in memory."""

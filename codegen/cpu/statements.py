@@ -90,7 +90,7 @@ class Statements:
 
     def _embed(self, c: Embed, _: int) -> list[str]:
         ids = "b.token_ids" if c.index == "tokens" else "b.positions"
-        table = self.weight(c.table, "float" if c.table_dtype == "f32" else "uint16_t")
+        table = self.weight(c.table, {"f32": "float", "bf16": "uint16_t", "f16": "Half"}[c.table_dtype])
         width = self.program.buffer(c.out).width
         statements = [f"embed({self.mine(c.out)}, {ids}, {table}, {width}, {f32(c.scale)}, {ident(c.out)});"]
         if c.given:

@@ -18,7 +18,7 @@ ARGMAX_PART = 4096
 MIN_BLOCK = 32
 PDL_EARLY_ROWS = 8
 """Most rows for which a row kernel triggers the next kernel's launch before it waits for the previous one (PDL)."""
-_TYPES = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
+_TYPES = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "q8": "*i8"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RowSpec:
     width: int
     x_stride: int
     out_stride: int
-    x: Literal["f32", "bf16"] = "f32"
+    x: Literal["f32", "bf16", "f16"] = "f32"
     out: str = "f32"
     indexed: bool = False
     last: int = 0

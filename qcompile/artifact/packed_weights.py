@@ -15,6 +15,7 @@ from qcompile.artifact.plain_files import read_plain
 from qcompile.artifact.reader import read_checked_manifest, verify
 from qcompile.errors import ArtifactError, UnsupportedError
 from qcompile.formats import mixed_layout
+from qcompile.formats.floats import TABLE_TYPES
 from qcompile.formats.registry import STORED_FORMATS
 from qcompile.formats.rounding import Parts
 from qcompile.graph import Graph, WeightStore
@@ -51,7 +52,8 @@ class PackedWeights:
     def value(self, node: fx.Node) -> Any:
         """The value of a weight expression: unpacked if the artifact holds it, else computed from its operands."""
         if "packed" in node.meta:
-            return self._unpacked(node, node.meta["packed"]["kind"], node.meta["packed"]["names"])
+            packed = node.meta["packed"]
+            return self._unpacked(node, packed["kind"], packed["names"], packed.get("dtype", "f32"))
         if ops.name_of(node.target) == "quantize_mixed":
             return self._mixed(node)
         if node.op == "get_attr" or not callable(node.target):
@@ -66,9 +68,9 @@ class PackedWeights:
         n, k = self.row_shapes[node.name]
         return mixed_layout.unpack(blobs, n, k, pairs)
 
-    def _unpacked(self, node: fx.Node, kind: str, names: list[str]) -> Any:
+    def _unpacked(self, node: fx.Node, kind: str, names: list[str], dtype: str) -> Any:
         blobs = [self._blob(name) for name in names]
-        (shape, dtype), *_ = self.shapes[node.name]
+        (shape, _), *_ = self.shapes[node.name]
         format = STORED_FORMATS.get(kind)
         if format and not format.marks_rows:
             n, k = shape
@@ -80,8 +82,7 @@ class PackedWeights:
             return blobs[0].view(torch.int32)[: int(np.prod(shape))].long()
         if kind not in ("vector", "flat", "table"):
             raise UnsupportedError(f"export: node {node.name}: {kind} weights cannot be exported; take another recipe")
-        stored = torch.bfloat16 if kind == "table" and dtype == "bfloat16" else torch.float32
-        return blobs[0].view(stored)[: int(np.prod(shape))].reshape(shape)
+        return blobs[0].view(TABLE_TYPES[dtype])[: int(np.prod(shape))].reshape(shape).float()
 
     def _blob(self, name: str) -> Tensor:
         entry = self.entries[name]

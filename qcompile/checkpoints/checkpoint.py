@@ -100,7 +100,6 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
             raise UsageError(f"{path} has a damaged header: {error}") from None
     if not isinstance(header, dict):
         raise UsageError(f"{path} has a damaged header: not a JSON object")
-    header.pop("__metadata__", None)
     for name in header:
         if len(name) > MAX_NAME_LETTERS:  # messages have the name
             raise UsageError(f"{path} has a tensor {shown(name)} with a name of {len(name):,} letters")
@@ -130,6 +129,7 @@ def _entry(path: Path, name: str, item: Any, start: int) -> Entry:
 def read_header(path: Path) -> dict[str, Entry]:
     """Every tensor of the safetensors file `path`. Raises UsageError for a file that contradicts itself."""
     header, start, size = _read_header(path)
+    header.pop("__metadata__", None)
     entries = {name: _entry(path, name, item, start) for name, item in header.items()}
     place = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -142,6 +142,14 @@ def read_header(path: Path) -> dict[str, Entry]:
     if place != size:
         raise UsageError(f"{path} has a damaged header: {size - place} bytes belong to no tensor")
     return entries
+
+
+def _texts(path: Path) -> dict[str, str]:
+    """The texts in the header of the safetensors file `path`, by name."""
+    texts = _read_header(path)[0].get("__metadata__", {})
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise UsageError(f"{path} has a damaged header: its __metadata__ are no texts")
+    return texts
 
 
 def _shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -233,9 +241,20 @@ class Checkpoint:
         require_finite(name, value)
         return value
 
+    def metadata(self) -> dict[str, str]:
+        """The texts in the headers of all files, by name."""
+        texts: dict[str, str] = {}
+        for path in _shards(self.directory)[0]:
+            texts |= _texts(path)
+        return texts
+
     def in_few_bits(self, name: str) -> bool:
         """Whether tensor `name` is stored in few bits, and read as the numbers that these represent."""
         return False
+
+    def stored_type(self, name: str) -> torch.dtype | None:
+        """The type of floats that tensor `name` is stored in; None if its values are computed."""
+        return None if self.in_few_bits(name) else self.entries[name].dtype
 
     def require(self, name: str, shape: tuple[int, ...], floats: bool = True) -> None:
         """Raise unless tensor `name` exists with this shape, and is floating point if `floats` is true."""

@@ -30,6 +30,11 @@ class StoredLoader:
         """Whether it is stored in few bits."""
         return self.checkpoint.in_few_bits(self.name)
 
+    @property
+    def stored(self) -> torch.dtype | None:
+        """The type of floats that it is stored in; None if its values are computed."""
+        return self.checkpoint.stored_type(self.name)
+
 
 @dataclass(frozen=True)
 class TensorLoader:
@@ -37,6 +42,11 @@ class TensorLoader:
 
     name: str
     value: Tensor
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The type of its values."""
+        return self.value.dtype
 
     def require(self, traced: Tensor) -> None:
         """Raise UsageError unless `value` can stand where the trace had `traced`: it may have been replaced since."""

@@ -68,7 +68,8 @@ def _weight(
             load_value.require(value)
         dtype = torch.float32 if value.is_floating_point() else value.dtype
         mask = load_value.mask if isinstance(load_value, TensorLoader) else None
-        store.add(name, value.shape, dtype, load_value, mask, bool(getattr(load_value, "few_bits", False)))
+        few_bits, stored = getattr(load_value, "few_bits", False), getattr(load_value, "stored", None)
+        store.add(name, value.shape, dtype, load_value, mask, few_bits, stored)
     made = graph.create_node("get_attr", name)
     made.meta["val"] = value
     return made

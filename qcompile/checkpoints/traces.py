@@ -73,7 +73,7 @@ class Place:
             for name, shape, dtype, stored in facts["weights"]:
                 if stored:
                     read = StoredLoader(self._checkpoint, stored)
-                    store.add(name, shape, getattr(torch, dtype), read, few_bits=read.few_bits)
+                    store.add(name, shape, getattr(torch, dtype), read, few_bits=read.few_bits, stored=read.stored)
                 else:
                     store.add(name, shape, getattr(torch, dtype), _constant(constants[name]))
             graph = Graph.from_json(facts["graph"], store)

@@ -126,8 +126,10 @@ QC_INLINE void put_columns(uint16_t* out, int t, Range columns, const float* row
 // out[t] = table[ids[t]] * factor.   table: [vocab][width]
 QC_INLINE f32x16 widen(const float* p) { return load<f32x16>(p); }
 QC_INLINE f32x16 widen(const uint16_t* p) { return bf16_to_f32(load<u16x16>(p)); }
+QC_INLINE f32x16 widen(const Half* p) { return f16_to_f32(load<u16x16>((const uint16_t*)p)); }
 QC_INLINE float widen1(float x) { return x; }
 QC_INLINE float widen1(uint16_t x) { return bf16_to_f32(x); }
+QC_INLINE float widen1(Half x) { return f16_to_f32(u16x16{} + x.bits)[0]; }
 
 template <class T>
 QC_NOINLINE void embed(Range rows, const int32_t* ids, const T* table, int width,

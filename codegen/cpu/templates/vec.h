@@ -103,6 +103,18 @@ QC_INLINE u16x16 f32_to_bf16(f32x16 v) {
 }
 QC_INLINE float bf16_to_f32(uint16_t v) { return bitcast<float>((uint32_t)v << 16); }
 
+// IEEE half -> float, exactly. Infinity and NaN are not handled: no weight holds them.
+struct Half {
+  uint16_t bits;
+};
+QC_INLINE f32x16 f16_to_f32(u16x16 v) {
+  const u32x16 u = __builtin_convertvector(v, u32x16), magnitude = u & 0x7fffu;
+  const f32x16 subnormal = to_f32(bitcast<i32x16>(magnitude)) * 0x1p-24f;
+  const f32x16 normal = bitcast<f32x16>((magnitude << 13) + (112u << 23));
+  const f32x16 value = select(bitcast<i32x16>(magnitude < 0x400u), subnormal, normal);
+  return bitcast<f32x16>(bitcast<u32x16>(value) | (u & 0x8000u) << 16);
+}
+
 // Sum and maximum over the 16 lanes, in a fixed tree order: lane i with i + 8, then 4, 2, 1.
 template <class F>
 QC_INLINE float reduce(f32x16 v, const F& join) {

@@ -80,6 +80,10 @@ class GgufCheckpoint(Checkpoint):
         """Whether tensor `name` is stored in blocks."""
         return self.kinds[name] not in PLAIN
 
+    def stored_type(self, name: str) -> torch.dtype | None:
+        """The type of floats that tensor `name` is stored in; None if its values are computed."""
+        return None if self._stored[name].offset else PLAIN.get(self.kinds[name])
+
     def _add(self, first: Header, name: str, place: TensorPlace) -> None:
         architecture = architecture_of(first)
         module, what = _module(first, architecture, name)

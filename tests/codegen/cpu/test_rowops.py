@@ -40,6 +40,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_BITS = (torch.arange(TABLE.numel()) * 7919 % 0x7C00).to(torch.int16).view(TABLE.shape)
+HALVES = torch.where(TABLE < 0, -_BITS.view(torch.float16), _BITS.view(torch.float16))
 TOKENS = [3, 1, 39, 1, 0]
 X = TABLE[TOKENS]
 AT = PLACES[5:10]
@@ -61,6 +63,7 @@ CALLS: dict[str, list[Call]] = {
     "layer without weights": [replace(RMS, kind="layer", weight=None)],
     "large eps": [replace(RMS, eps=3.0)],
     "bf16": [Embed("embed16", "y", "table16", "bf16", WIDTH)],
+    "f16": [Embed("halves", "y", "halves", "f16", WIDTH)],
 }
 
 
@@ -70,6 +73,7 @@ def rows() -> Iterator[dict[str, np.ndarray]]:
     blobs = {
         "table": as_blob(TABLE),
         "table16": as_blob(TABLE.bfloat16()),
+        "halves": as_blob(HALVES),
         "positions": as_blob(PLACES),
         "weight": pack_vector(WEIGHT),
         "bias": pack_vector(BIAS),
@@ -111,3 +115,8 @@ def test_norms(rows: dict[str, np.ndarray]) -> None:
 
 def test_embedding_of_bf16_is_exact(rows: dict[str, np.ndarray]) -> None:
     np.testing.assert_array_equal(rows["bf16"], TABLE.bfloat16().float()[TOKENS])
+
+
+def test_embedding_of_f16_is_exact(rows: dict[str, np.ndarray]) -> None:
+    """Of all exponents, also subnormal numbers."""
+    np.testing.assert_array_equal(rows["f16"], HALVES.float()[TOKENS])
