@@ -1,1 +1,1 @@
-"""Checkpoints that are already quantized: fp8, mxfp4, AWQ, GPTQ, compressed-tensors."""
+"""Checkpoints that are already quantized: fp8, mxfp4, AWQ, GPTQ, compressed-tensors, torchao and others."""
