@@ -1,4 +1,4 @@
-"""Damaged files: headers of weights, configurations, tokenizers and manifests, from random generators.
+"""Damaged files: headers of weights, configurations, tokenizers, manifests and GGUF files, from random generators.
 
     python benchmarks/hostile.py [--kind KIND ...] [--scale 1.0] [--out FILE]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import select
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ from qcompile.cli import console
 from qcompile.errors import QualityError
 from tests.support import hostile
 
-COUNTS = {"header": 20_000, "configuration": 5_000, "tokenizer": 5_000, "manifest": 2_000}
+COUNTS = {"header": 20_000, "configuration": 5_000, "tokenizer": 5_000, "manifest": 2_000, "gguf": 2_000, "trace": 300}
 SAMPLE = Path(__file__).parents[1] / "samples" / "pycode-1m"
 STALLED = 300
 """Seconds after which a case is given up."""
@@ -45,7 +46,8 @@ def work(kind: str, first: int, end: int, artifact: Path) -> None:
         folder = Path(temporary)
         if kind == "manifest":
             shutil.copytree(artifact, folder, dirs_exist_ok=True)
-        if kind == "configuration":
+        os.environ["QCOMPILE_CACHE"] = str(folder / "cache")
+        if kind in hostile.MADE:
             hostile.warm_up(folder)
         for seed in range(first, end):
             print(json.dumps(asdict(hostile.examine(kind, seed, folder))), flush=True)
@@ -78,8 +80,10 @@ def as_user(kind: str, seed: int, artifact: Path) -> int:
         folder = Path(temporary)
         shutil.copytree(artifact if kind == "manifest" else SAMPLE, folder, dirs_exist_ok=True)
         hostile.KINDS[kind](seed, folder)
-        command = ["inspect", str(folder)] if kind == "manifest" else ["doctor", str(folder)]
-        done = subprocess.run([sys.executable, "-m", "qcompile", *command], capture_output=True, timeout=300)
+        given = next(folder.glob("*.gguf")) if kind == "gguf" else folder
+        command = ["inspect" if kind == "manifest" else "doctor", str(given)]
+        more = os.environ | {"QCOMPILE_CACHE": str(folder / "cache")}
+        done = subprocess.run([sys.executable, "-m", "qcompile", *command], capture_output=True, timeout=300, env=more)
         return done.returncode
 
 

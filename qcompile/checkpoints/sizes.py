@@ -16,7 +16,7 @@ POSITIVE: Mapping[str, int] = {
     "hidden_size": 1 << 24,
     "intermediate_size": 1 << 26,
     "moe_intermediate_size": 1 << 26,
-    "num_hidden_layers": 1 << 31,  # see MOST_LAYERS
+    "num_hidden_layers": 1 << 16,  # some types make a list of them; see MOST_LAYERS
     HEADS: 1 << 16,
     GROUPS: 1 << 16,
     "head_dim": 1 << 16,

@@ -222,7 +222,8 @@ REFUSED: dict[str, tuple[Edit, type[QCompileError], str]] = {
     "config is garbage": (lambda p: (p / "config.json").write_bytes(b"\xff{"), UsageError, "not readable JSON"),
     "config is a list": (lambda p: (p / "config.json").write_text("[]"), UsageError, "JSON list where an object"),
     "config of no layers": (config(num_hidden_layers=-3), UsageError, "num_hidden_layers must be positive, is -3"),
-    "config too deep": (config(num_hidden_layers=10**8), UsageError, "it must be from 1 to 1024"),
+    "config too deep": (config(num_hidden_layers=1025), UsageError, "it must be from 1 to 1024"),
+    "config far too deep": (config(num_hidden_layers=10**8), UsageError, "num_hidden_layers must be less than 65536"),
     "config too wide": (
         config(intermediate_size=10**12),
         UsageError,

@@ -1,4 +1,4 @@
-"""Random damage to the files that others make: headers of weights, configurations, tokenizers and manifests.
+"""Random damage to the files that others make: headers of weights, configurations, tokenizers, manifests, GGUF files.
 
 Case s of a kind damages a good file, by a random generator that begins with s. It is right if what reads the file
 accepts it, or refuses it in one line with a documented exit code, in little time and memory.
@@ -6,9 +6,11 @@ accepts it, or refuses it in one line with a documented exit code, in little tim
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import resource
+import struct
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,11 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qcompile import pipeline
 from qcompile.artifact.layout import MANIFEST, canonical_json, seal
 from qcompile.artifact.reader import verify
-from qcompile.checkpoints import huggingface
+from qcompile.checkpoints import hub, huggingface
 from qcompile.checkpoints.checkpoint import SINGLE, Checkpoint
 from qcompile.checkpoints.configuration import read_config
+from qcompile.checkpoints.gguf.header import KINDS as GGUF_KINDS
+from qcompile.checkpoints.gguf.header import read_header
+from qcompile.checkpoints.stored import formats
 from qcompile.checkpoints.tokenizer_files import tokenizer_files
 from qcompile.cli import inspect
 from qcompile.errors import QCompileError
@@ -28,12 +34,16 @@ from qcompile.runtime.chat import chat_template
 from qcompile.runtime.generation_config import sampling_defaults
 from qcompile.runtime.special_tokens import end_tokens
 from qcompile.runtime.tokenizer import encode, load_tokenizer
+from tests.checkpoints.gguf import writing
 from tests.support.fake import byte_tokenizer, listed
+from tests.support.make_gguf import FILES
 
 CODES = frozenset({2, 3, 5, 6})
 """Exit codes that refuse a file."""
 MOST_SECONDS, MOST_BYTES, MOST_LETTERS = 2.0, 1 << 30, 1000
 """Processor time and additional memory of a case, and the length of a message."""
+TRACE_SECONDS, _MOST_LAYERS = 40.0, 2
+"""Processor time of a case that traces a model and compiles it, and the layers of the largest one."""
 
 DEEP = "[" * 3000 + "]" * 3000
 ODD: tuple[Any, ...] = (
@@ -112,7 +122,7 @@ def text_of(value: Any, draw: random.Random) -> bytes:
     return text[:at] + draw.choice([DEEP, "1" * 5000, "NaN", "\n", "﻿"]).encode() + text[at:]
 
 
-# ---- the four kinds ------------------------------------------------------------------------------------
+# ---- the kinds ------------------------------------------------------------------------------------
 
 
 def header(seed: int, folder: Path) -> Callable[[], Any]:
@@ -206,17 +216,105 @@ def manifest(seed: int, folder: Path) -> Callable[[], Any]:
     return read
 
 
-KINDS = {"header": header, "configuration": configuration, "tokenizer": tokenizer, "manifest": manifest}
+def gguf(seed: int, folder: Path) -> Callable[[], Any]:
+    """A GGUF file with the weights, configuration and tokenizer of a model; each of its tensors is read."""
+    draw = random.Random(seed)
+    good, path = draw.choice(sorted(FILES.glob("*.gguf"))), folder / f"{seed}.gguf"
+    content, numbers = good.read_bytes(), {kind: number for number, kind in GGUF_KINDS.items()}
+    found = read_header(good)
+    places = {name: {"shape": list(at.shape), "kind": numbers[at.kind]} for name, at in found.tensors.items()}
+    more = {"split.count": 0, "tokenizer.chat_template": "{{ messages }}", "general.alignment": 32}
+    changed: Any = {"metadata": more | found.metadata, "tensors": places}
+    for _ in range(draw.randrange(1, 4)):
+        changed = damaged(changed, draw)
+    try:
+        data = {name: content[at.begin : at.end] for name, at in found.tensors.items()}
+        tensors = {
+            name: writing.Tensor(tuple(at["shape"]), data[name], at["kind"]) for name, at in changed["tensors"].items()
+        }
+        metadata = {name: _gguf_value(value) for name, value in changed["metadata"].items()}
+        writing.File(metadata, tensors).write(path)
+    except (KeyError, TypeError, AttributeError, ValueError, struct.error):  # what no file can say
+        path.write_bytes(_damaged_bytes(content, draw))
+    if draw.random() < 0.3:
+        path.write_bytes(_damaged_bytes(path.read_bytes(), draw))
+
+    def read() -> None:
+        made = hub.find(path)
+        huggingface.build(read_config(made))
+        checkpoint = formats.open_checkpoint(made)
+        for name in checkpoint:
+            checkpoint.raw(name)
+        tokenizer_files(made)
+
+    return read
+
+
+def _gguf_value(value: Any) -> bytes:
+    """A value with its type, of the types that a GGUF file has."""
+    if isinstance(value, list):
+        kinds = {_gguf_value(one)[:4] for one in value}
+        value = value if len(kinds) == 1 else [str(one) for one in value] or [""]
+        parts = [_gguf_value(one) for one in value]
+        head = struct.pack("<I", writing.LIST) + parts[0][:4] + struct.pack("<Q", len(parts))
+        return head + b"".join(part[4:] for part in parts)
+    if type(value) is int:
+        if 0 <= value < 1 << 32:
+            return writing.value(value)
+        return struct.pack("<Iq", 11, value) if value < 1 << 63 else struct.pack("<IQ", 10, value)
+    if isinstance(value, float):
+        return struct.pack("<Id", 12, value)
+    if isinstance(value, bool):
+        return writing.value(value)
+    return struct.pack("<I", writing.TEXT) + writing.text(str(value).encode("utf-8", "surrogatepass"))
+
+
+def _damaged_bytes(content: bytes, draw: random.Random) -> bytes:
+    """A file that ends early, or whose bytes differ at a few places, most of them at its beginning."""
+    if draw.random() < 0.2:
+        return content[: draw.randrange(len(content))]
+    changed = bytearray(content)
+    for _ in range(draw.randrange(1, 6)):
+        at = draw.randrange(draw.choice([32, 400, len(content)]))
+        odd = draw.choice([b"\xff" * 8, bytes(8), (1 << 40).to_bytes(8, "little"), bytes([draw.randrange(256)])])
+        changed[at : at + len(odd)] = odd
+    return bytes(changed[: len(content)])
+
+
+def trace(seed: int, folder: Path) -> Callable[[], Any]:
+    """A config.json of which a model can be made; it is traced, and compiled without its weights."""
+    draw = random.Random(seed)
+    for _ in range(200):
+        changed: Any = dict(draw.choice(CONFIGS))
+        for _ in range(draw.randrange(1, 3)):
+            changed = damaged(changed, draw)
+        (folder / "config.json").write_text(json.dumps(changed))
+        with contextlib.suppress(QCompileError):
+            config = read_config(folder)
+            huggingface.build(config)
+            if getattr(config, "num_hidden_layers", 0) <= _MOST_LAYERS:
+                break
+    return lambda: pipeline.plan(str(folder), recipe="w8a8", weights=False)
+
+
+KINDS = {
+    **{"header": header, "configuration": configuration, "tokenizer": tokenizer, "manifest": manifest},
+    **{"gguf": gguf, "trace": trace},
+}
+
+
+MADE = ("configuration", "gguf", "trace")
+"""Kinds of which models are made."""
 
 
 def warm_up(folder: Path) -> None:
-    """Import what reading needs: it counts for no case."""
+    """Import what making a model needs: it counts for no case. Leaves no file."""
+    place = folder / "config.json"
     for config in CONFIGS:
-        (folder / "config.json").write_text(json.dumps(config))
-        try:
+        place.write_text(json.dumps(config))
+        with contextlib.suppress(QCompileError):
             huggingface.build(read_config(folder))
-        except QCompileError:
-            continue
+    place.unlink()
 
 
 def examine(kind: str, seed: int, folder: Path) -> Verdict:
@@ -235,7 +333,7 @@ def examine(kind: str, seed: int, folder: Path) -> Verdict:
         code, wrong = 1, f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {str(error)[:200]}"
     seconds = time.process_time() - start
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    if seconds > MOST_SECONDS:
+    if seconds > (TRACE_SECONDS if kind == "trace" else MOST_SECONDS):
         wrong = wrong or f"takes {seconds:.1f} s"
     if grown > MOST_BYTES:
         wrong = wrong or f"takes {grown:,} bytes"

@@ -78,8 +78,11 @@ class _Settings:
         for key in (*_SIZES, *self.architecture.settings):
             if key in self.left:
                 config[COMMON[key]] = self.number(key)
-        config.setdefault("num_key_value_heads", config["num_attention_heads"])
-        config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        heads = config["num_attention_heads"]
+        if type(heads) is not int or heads < 1:
+            raise self.wrong("attention.head_count", f"is {shown(heads)}; a positive whole number belongs there")
+        config.setdefault("num_key_value_heads", heads)
+        config.setdefault("head_dim", config["hidden_size"] // heads)
         if not config.get("sliding_window", 1):
             config["sliding_window"] = None
         for stem, name in _OPTIONAL_BIASES.items():

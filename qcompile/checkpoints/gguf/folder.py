@@ -18,7 +18,7 @@ from typing import Any
 
 from qcompile.checkpoints.gguf.files import METHOD, SUFFIX
 from qcompile.checkpoints.gguf.header import Header, read_header
-from qcompile.errors import ResourceError, UnsupportedError, UsageError
+from qcompile.errors import ResourceError, UnsupportedError, UsageError, shown
 from qcompile.user_cache import cache_dir
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -81,6 +81,8 @@ def _files(headers: list[Header], path: Path) -> dict[str, bytes]:
 
     first = headers[0]
     count = first.metadata.get(_COUNT, 1)
+    if type(count) is not int:
+        raise UsageError(f"{first.path}: {_COUNT} is {shown(count)}; a whole number belongs there")
     if count not in (0, len(headers)):
         raise UsageError(f"{first.path} is one of {count} files: give the first, NAME-00001-of-{count:05}.gguf")
     whole = Header(path, first.metadata, {name: place for header in headers for name, place in header.tensors.items()})

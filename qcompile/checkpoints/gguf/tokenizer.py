@@ -12,7 +12,7 @@ from typing import Any
 from qcompile.checkpoints.gguf.header import Header
 from qcompile.errors import UnsupportedError, UsageError, shown
 
-_PREFIX = "tokenizer.ggml."
+_PREFIX, _TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPLIT_AS_GPT2 = ("gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "roberta-bpe", "gigachat", "trillion")
 """Pre-tokenizers of byte-level vocabularies that split texts as that of GPT-2 does."""
@@ -30,11 +30,14 @@ def tokenizer_files(header: Header) -> dict[str, bytes]:
         return {}
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
         raise UsageError(f"{header.path}: {_PREFIX}tokens is no list of texts")
+    for key in (f"{_PREFIX}model", f"{_PREFIX}pre", _TEMPLATE):
+        if not isinstance(value := header.metadata.get(key, ""), str):
+            raise UsageError(f"{header.path}: {key} is {shown(value)}; a text belongs there")
     special = {name: _token(header, tokens, key) for name, key in _SPECIAL.items()}
     begins, ends = _added(header)
     config = {name: text for name, text in special.items() if text is not None}
     facts: dict[str, Any] = {"add_bos_token": begins, "add_eos_token": ends, **config}
-    template = header.metadata.get("tokenizer.chat_template")
+    template = header.metadata.get(_TEMPLATE)
     files = {"tokenizer.json": _converted(header, tokens, special, begins, ends)}
     files["tokenizer_config.json"] = json.dumps(facts | {"tokenizer_class": "PreTrainedTokenizerFast"}).encode()
     if isinstance(template, str):

@@ -54,6 +54,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[QCompileError], str]] = {
     "an unknown setting": ("llama", {"llama__attention__scale": 0.3}, NO, "llama.attention.scale is not read, and may"),
     "no width": ("llama", {"llama__embedding_length": None}, BAD, "llama.embedding_length is missing"),
     "a width in words": ("llama", {"llama__embedding_length": "16"}, BAD, "embedding_length is '16'; a number"),
+    "no heads": ("llama", {"llama__attention__head_count": 0}, BAD, "attention.head_count is 0; a positive whole"),
     "a wrong vocabulary": ("llama", {"llama__vocab_size": 99}, NO, "vocab_size is 99; only 64 is read"),
     "values of another size": ("llama", {"llama__attention__value_length": 4}, NO, "value_length is 4; only 8 is read"),
     "layers that differ": (
@@ -174,6 +175,8 @@ def test_a_model_in_parts(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "m-00001-of-00002.gguf", tmp_path / "alone.gguf")
     with pytest.raises(UsageError, match="is one of 2 files: give the first"):
         hub.find(tmp_path / "alone.gguf")
+    with pytest.raises(UsageError, match=r"split\.count is 'x'; a whole number"):
+        hub.find(File(read_header(FILES / "llama.gguf").metadata | {"split.count": "x"}).write(tmp_path / "odd.gguf"))
 
 
 def test_factors_of_frequencies(tmp_path: Path) -> None:
@@ -217,6 +220,8 @@ def test_tokenizers_that_are_refused() -> None:
     for metadata, error, message in (
         ({"tokenizer__ggml__tokens": 3}, UsageError, "tokens is no list of texts"),
         ({"tokenizer__ggml__bos_token_id": 10**6}, UsageError, "bos_token_id is 1000000; the vocabulary has"),
+        ({"tokenizer__ggml__pre": ["llama3"]}, UsageError, r"ggml.pre is \['llama3'\]; a text belongs there"),
+        ({"tokenizer__chat_template": 7}, UsageError, "chat_template is 7; a text belongs there"),
         ({"tokenizer__ggml__model": "bert"}, UnsupportedError, "its tokenizer cannot be converted: "),
     ):
         with pytest.raises(error, match=message):
