@@ -22,7 +22,7 @@ from qcompile.formats.weight import Per, WeightFormat
 from qcompile.graph import Graph
 
 PLACING = ("concat_rows", "slice_rows", "interleave_rows", "interleave_experts", "expert_rows", "zero_bias")
-"""Operators on weights whose results hold rows of their operands, or zeros."""
+"""Operators on weights with results that hold rows of their operands, or zeros."""
 ROUNDING = ("quantize_weight", "quantize_mixed")
 BAND = 1024
 """Rows that are compared at once: no second tensor of the weight's size."""
@@ -77,9 +77,10 @@ class Fidelity:
     def facts(self) -> Mapping[str, Any] | None:
         """For the manifest; None if the checkpoint stores no linear in few bits.
 
-        `weights` is the number of tensors, `kept` of those whose numbers are all the same, and `changed` of those that
-        a pass has changed, whose function but not whose numbers are kept. `rows_kept` is the share of rows of the
-        others that are the same, and `error` the norm of their change divided by theirs; `worst` is that of one.
+        `weights` is the number of tensors, `kept` that of tensors with the same numbers as stored. `changed` counts
+        tensors that a pass has changed: the function is kept, the numbers are not. Of the tensors that are not kept,
+        `rows_kept` is the share of rows that are the same, and `error` the norm of the change divided by that of the
+        numbers; `worst` is the largest error of one tensor.
         """
         if not self._tensors:
             return None
@@ -99,7 +100,7 @@ class Fidelity:
 
 
 def _tensors_of(node: fx.Node) -> list[str]:
-    """Names of the stored weights whose rows an expression has: those of its first operands, or of joined ones."""
+    """Names of the stored weights that give an expression its rows: by its first operands, or by all that it joins."""
     if node.op == "get_attr":
         return [str(node.target)]
     sources = node.all_input_nodes

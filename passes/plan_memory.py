@@ -160,7 +160,7 @@ def _gated(node: fx.Node) -> fx.Node:
 
 
 def _source(node: fx.Node, kinds: tuple[str, ...]) -> fx.Node:
-    """The operator of one of `kinds` whose result `node` reads, perhaps in another shape; `node` if another kind's."""
+    """The operator that makes the operand of `node`, perhaps viewed in another shape, if of `kinds`; else `node`."""
     source: Any = ops.operand(node, "x")
     while ops.name_of(source.target) in VIEWS:
         source = ops.operand(source, "x")

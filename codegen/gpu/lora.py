@@ -61,7 +61,7 @@ class ExpandSpec:
     """out[row, :] += B x[row] for the linear `site`, of `width` outputs; x is what a kernel of ShrinkSpec wrote.
 
     A program computes `rows` rows of COLUMNS outputs, and loads what it needs for `ranks` ranks at a time; neither
-    changes the result. Other rows than those whose adapter changes an output are not written.
+    changes the result. Only rows with an adapter that changes one of these outputs are written.
     """
 
     site: int

@@ -14,7 +14,7 @@ from qcompile.formats.rounding import Parts
 from qcompile.formats.weight import Part, Per, WeightFormat
 
 TABLE_TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-"""Types of the numbers of embedding tables, whose rows are not packed."""
+"""Types of the numbers of embedding tables; rows of these tables are not packed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -54,11 +54,11 @@ class DeviceAdapters:
         return tuple(self._numbers)
 
     def mark(self, page: int, name: str | None) -> None:
-        """Note that the sequence whose first page is `page` has the adapter `name`, or none."""
+        """Note that the sequence that begins in page `page` has the adapter `name`, or none."""
         self._by_page[page] = 0 if name is None else self._numbers[name]
 
     def number(self, page: int) -> int:
-        """The number of the adapter of the sequence whose first page is `page`, from 1 on; 0 if it has none."""
+        """The number, from 1 on, of the adapter of the sequence that begins in page `page`; 0 if it has none."""
         return self._by_page.get(page, 0)
 
 

@@ -44,7 +44,7 @@ class Adapters(Protocol):
         """The adapters' names in the order given."""
 
     def mark(self, page: int, name: str | None) -> None:
-        """Note that the sequence whose first page is `page` has the adapter `name`, or none."""
+        """Note that the sequence that begins in page `page` has the adapter `name`, or none."""
 
 
 class AdapterTable:

@@ -270,7 +270,7 @@ def _gguf_value(value: Any) -> bytes:
 
 
 def _damaged_bytes(content: bytes, draw: random.Random) -> bytes:
-    """A file that ends early, or whose bytes differ at a few places, most of them at its beginning."""
+    """A file that ends early, or differs in bytes at a few places, most of them at its beginning."""
     if draw.random() < 0.2:
         return content[: draw.randrange(len(content))]
     changed = bytearray(content)

@@ -75,7 +75,7 @@ def _stated(name: str, text: str) -> dict[str, Any]:
 
 
 def _add(checkpoint: StoredCheckpoint, name: str, stem: str, stated: Mapping[str, Any]) -> None:
-    """Make the weight `name` of the tensors whose names begin with `stem`."""
+    """Make the weight `name` of the tensors with names that begin with `stem`."""
     for part in IGNORED:
         checkpoint.entries.pop(stem + part, None)
     codes = checkpoint.entries.get(f"{stem}qdata")
@@ -106,7 +106,7 @@ def _add(checkpoint: StoredCheckpoint, name: str, stem: str, stated: Mapping[str
 
 
 def _block(name: str, codes: Entry, stated: Mapping[str, Any], each: int = 1) -> list[int]:
-    """The sides of a block of the weight `name`, `each` of whose codes are in an element of the last side."""
+    """The sides of a block of the weight `name`; an element of its last dimension holds `each` codes."""
     block: Any = stated.get("block_size")
     sides = [*codes.shape[:-1], each * codes.shape[-1]]
     right = isinstance(block, list) and len(block) == len(sides) and all(type(side) is int for side in block)

@@ -25,7 +25,7 @@ SITE = 1
 
 
 def factors_of(k: int, n: int, ranks: int, dtype: torch.dtype, seed: int) -> SiteFactors:
-    """Those of an adapter whose second half of outputs has ranks of its own, as the parts of a joined linear have."""
+    """Factors of an adapter with ranks of their own for each half of the outputs, as parts of a joined linear have."""
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(*shape, generator=generator) for shape in ((ranks, k), (n, ranks)))
     half = n // 32 * 16
