@@ -40,6 +40,7 @@ from qcompile.codegen.calls import (
 )
 from qcompile.codegen.fidelity import Fidelity
 from qcompile.codegen.kv_layout import KVLayout
+from qcompile.codegen.lower_features import read_features, write_features
 from qcompile.codegen.lower_lora import gate_rows, lora_expand, lora_shrink
 from qcompile.codegen.lower_states import conv_step, recurrence_step
 from qcompile.codegen.lowering_state import Lowering
@@ -449,6 +450,8 @@ _LOWER: dict[str, Callable[[Lowering, fx.Node], Call | None]] = {
     "lora_shrink": lora_shrink,
     "lora_expand": lora_expand,
     "gate_rows": gate_rows,
+    "read_features": read_features,
+    "write_features": write_features,
 }
 _VIEWS = ("slice_features", "split_heads", "merge_heads")
 

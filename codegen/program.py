@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from qcompile.codegen.buffers import Buffer
-from qcompile.codegen.calls import Call
+from qcompile.codegen.calls import Call, Embed
+from qcompile.codegen.feature_calls import ReadFeatures, WriteFeatures
 from qcompile.codegen.kv_layout import KVLayout
 from qcompile.formats.states import StateLayout
 
@@ -38,6 +39,22 @@ class Program:
     def buffer(self, name: str) -> Buffer:
         """The buffer called `name` (KeyError if there is none)."""
         return self._by_name[name]
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether a step needs features of each row: the program is a draft head's."""
+        return any(isinstance(call, ReadFeatures) for call in self.calls)
+
+    @property
+    def features(self) -> int:
+        """Width of the features that a step returns for each row besides logits; 0 if it returns none."""
+        return next((self.buffer(call.x).width for call in self.calls if isinstance(call, WriteFeatures)), 0)
+
+    @property
+    def token_ids(self) -> int:
+        """Number of tokens that rows may have: of a draft head more than it has logits."""
+        tables = [call.vocab for call in self.calls if isinstance(call, Embed) and call.index == "tokens"]
+        return max([self.vocab_size, *tables]) if self.reads_features else self.vocab_size
 
     def arena_bytes(self, rows: Literal["tokens", "outputs"]) -> int:
         """Arena bytes per row of that kind."""

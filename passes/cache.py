@@ -21,6 +21,8 @@ from qcompile.passes.states import OPERATORS, STATE_INPUTS, example_states, repl
 Features = tuple[int, int]
 """First feature of a range, and the feature after its last one."""
 STEP_INPUTS = ("token_ids", "positions", "sequence", "block_table", "output_rows", "cache")
+FEATURES = "features"
+"""The input of a step of a draft head that a graph over sequences has after positions, [B, T, F]."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Cache(Pass):
     """Attention reads keys and values back from a cache of `format` (kv32, kv16, kv8, kv4, kv_hier, kv_hier4).
 
     The graph's inputs become token_ids [M], positions [M], sequence [M] (the row's index into block_table), block_table
-    [S, pages], output_rows [R] and cache [layers, 2, slots, Hk, D]; its outputs are logits [R, V] and the new cache.
+    [S, pages], output_rows [R] and cache [layers, 2, slots, Hk, D], and a draft head's features [M, F]; its outputs are
+    logits [R, V] and the new cache.
     All operators but attention and those with states (passes/states.py) treat rows independently, so only these change.
     Attentions over the same keys and values share a layer of the cache, to which the first one appends. Layers may
     differ in heads and head size; Hk and D are the largest. A model without attention has a cache of 0 layers. Logits
@@ -72,7 +75,7 @@ class Cache(Pass):
         _take_output_rows(graph, inputs["output_rows"])
         graph.output.args = ((graph.output.args[0], cache, *states),)
         kv_heads, head_dim = (max(sizes) for sizes in zip(*(heads for heads, _ in shapes), strict=True))
-        graph.infer([*_example(len(layers), kv_heads, head_dim), *example_states(layout)])
+        graph.infer([*_example(len(layers), kv_heads, head_dim), *example_states(layout), *_example_features(graph)])
         return PassResult(graph, len(attentions) + len(layout.layers))
 
     def _replace_attention(
@@ -118,6 +121,12 @@ class Cache(Pass):
         return None if kv_format(self.format).hierarchical else value_features(node)
 
 
+def behind_cache(passes: tuple[Pass, ...], added: Pass) -> tuple[Pass, ...]:
+    """`passes` with one more, which runs after `cache`."""
+    place = next(index for index, rewrite in enumerate(passes, 1) if isinstance(rewrite, Cache))
+    return (*passes[:place], added, *passes[place:])
+
+
 def _kv_shape(node: fx.Node, value: Features | None) -> tuple[tuple[int, int], Features | None]:
     """(KV heads, head size) of a layer of the cache, and which features of its keys are values."""
     k, v = (ops.operand(node, name).meta["val"].shape for name in ("k", "v"))
@@ -153,12 +162,13 @@ def _cut(graph: Graph, node: fx.Node, narrow: int) -> None:
 
 
 def _step_inputs(graph: Graph) -> dict[str, fx.Node]:
-    """Replace the graph's inputs (token_ids, positions) by those of a step."""
+    """Replace the graph's inputs (token_ids, positions, and features of a draft head) by those of a step."""
     old = graph.inputs
-    names = STEP_INPUTS + STATE_INPUTS * bool(graph.calls(*OPERATORS))
+    names = STEP_INPUTS + STATE_INPUTS * bool(graph.calls(*OPERATORS)) + (FEATURES,) * (len(old) > 2)
     with graph.fx.inserting_before(graph.nodes[0]):
         new = {name: graph.fx.placeholder(f"step_{name}") for name in names}
-    for node, name in zip(old, STEP_INPUTS, strict=False):
+    for node, name in zip(old, (*STEP_INPUTS[:2], FEATURES), strict=False):
+        new[name].meta = dict(node.meta)
         graph.replace(node, new[name])
     return new
 
@@ -189,6 +199,12 @@ def _output_chain(graph: Graph) -> set[fx.Node]:
         sources = [n for n in node.all_input_nodes if not graph.is_weight(n)]
         node = sources[0] if len(sources) == 1 else None
     return chain
+
+
+def _example_features(graph: Graph) -> list[torch.Tensor]:
+    """A meta tensor for the features of the rows of `_example`, if the graph reads any."""
+    read = [node for node in graph.inputs if node.target == f"step_{FEATURES}"]
+    return [torch.empty(3, node.meta["val"].shape[-1], device="meta") for node in read]
 
 
 def _example(layers: int, kv_heads: int, head_dim: int) -> list[torch.Tensor]:

@@ -17,6 +17,8 @@ from qcompile.passes.base import Pass, PassResult
 
 ALIGNMENT = 64
 VIEWS = ("slice_features", "split_heads", "merge_heads")
+OUTSIDE = ("kv_append", "write_features")
+"""Operators with results outside the arena."""
 
 
 @dataclass
@@ -89,7 +91,7 @@ def _last_use(node: fx.Node, place: dict[fx.Node, int]) -> int:
 def _place(graph: Graph, node: fx.Node, place: dict[fx.Node, int], values: dict[fx.Node, tuple[_Value, int]]) -> None:
     """Give `node` a new buffer, or a place in the buffer of the value that it views or overwrites."""
     kind = "getitem" if node.target is operator.getitem else ops.name_of(node.target)
-    if node.op != "call_function" or kind is None or graph.is_weight(node) or kind == "kv_append":
+    if node.op != "call_function" or kind is None or graph.is_weight(node) or kind in OUTSIDE:
         return
     shared = _shared(node, kind, place, values)
     if shared is not None:

@@ -11,10 +11,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from qcompile import ops
 from qcompile.artifact.describe import KernelFiles
 from qcompile.calibration import Calibration, CalibrationSource
 from qcompile.checkpoints.tokenizer_files import other_tokenizer
@@ -23,12 +24,18 @@ from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import Program
 from qcompile.errors import UnsupportedError, UsageError
+from qcompile.formats.kv import kv_format
 from qcompile.graph import Graph, ModelInfo
+from qcompile.heads.graph import head_graph
 from qcompile.heads.layout import is_head
+from qcompile.heads.reading import HeadFile
 from qcompile.passes.base import Pass, PassRecord, run_passes
-from qcompile.passes.rewrite import ImportOptions, rewrite
+from qcompile.passes.cache import behind_cache
+from qcompile.passes.features import FuseFeatures
+from qcompile.passes.rewrite import ImportOptions, Rewritten, rewrite
 from qcompile.recipes import RecipeDraft
 from qcompile.report.figures import DraftFigures
+from qcompile.targets import Target
 
 LOOKUP = "lookup"
 """A draft without a model: it proposes what followed an earlier occurrence of the text's suffix (prompt lookup)."""
@@ -49,7 +56,8 @@ class DraftPath:
 
     `gamma` and `threshold` are described in recipes.RecipeDraft. If the path `shares_cache`, it reads and writes the
     target's KV cache. `tokenizer` is its tokenizer.json if that differs from the target's, and `start` is the first
-    token of its texts (None if there is none).
+    token of its texts (None if there is none). `tokens` are the target's tokens that a draft head proposes, int32 by
+    their numbers in the head; None if these are the same.
     """
 
     name: str
@@ -61,6 +69,13 @@ class DraftPath:
     threshold: float
     tokenizer: bytes | None = None
     start: int | None = None
+    tokens: bytes | None = None
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The path's files of other kinds than programs and kernels, by name."""
+        files = {"tokenizer.json": self.tokenizer, "tokens.bin": self.tokens}
+        return {f"{self.name}/{name}": content for name, content in files.items() if content}
 
     @property
     def figures(self) -> DraftFigures:
@@ -80,6 +95,8 @@ class DraftPath:
             "kv": None if self.shares_cache else self.program.cache_facts,
             "passes": [record.facts for record in self.passes],
             **({"tokenizer": f"{self.name}/tokenizer.json"} if self.tokenizer else {}),
+            **({"features": self.program.features} if self.program.reads_features else {}),
+            **({"tokens": f"{self.name}/tokens.bin"} if self.tokens else {}),
             "vocab_size": self.program.vocab_size,
             "bos_token_id": self.start,
         }
@@ -111,30 +128,51 @@ def recipe_paths(drafts: RecipeDrafts, quantized: Graph, table: WeightTable, clo
 # ---- drafts that the user asks for ---------------------------------------------------------------------
 
 
+class DraftPasses(NamedTuple):
+    """The passes of a separate draft model and of a draft head, for `target`."""
+
+    target: Target
+    separate: tuple[Pass, ...]
+    head: tuple[Pass, ...]
+
+
 @dataclass(frozen=True)
 class Drafts:
-    """The drafts of a build: the recipe's, separate models that `passes` compile, and whether lookup is the last."""
+    """The drafts of a build: the recipe's, separate models that `passes` compile, and whether lookup is the last.
+
+    Or `head` is the only draft.
+    """
 
     recipe: RecipeDrafts
     models: tuple[Any, ...]
     passes: tuple[Pass, ...]
     lookup: bool
+    head: HeadDraft | None = None
 
     @staticmethod
-    def of(drafts: str | Path | Sequence[Any], recipe: RecipeDrafts, passes: tuple[Pass, ...]) -> Drafts:
+    def of(drafts: str | Path | Sequence[Any], recipe: RecipeDrafts, passes: DraftPasses) -> Drafts:
         """The drafts in the form that `build` takes, after those of the recipe.
 
-        Raises UsageError if lookup is not the last, UnsupportedError for a draft head.
+        Raises UsageError if lookup is not the last, UnsupportedError for a draft head that cannot draft.
         """
         listed = (drafts,) if isinstance(drafts, str | Path) else tuple(drafts)
-        for draft in listed:
-            if isinstance(draft, str | Path) and is_head(Path(draft)):
-                raise UnsupportedError(
-                    f"draft {draft} is a draft head, which reads hidden states of the model: heads are not compiled yet"
-                )
         if LOOKUP in listed[:-1]:
             raise UsageError(f"{LOOKUP} must be the last draft: it can only draft for others")
-        return Drafts(recipe, tuple(draft for draft in listed if draft != LOOKUP), passes, LOOKUP in listed)
+        models = tuple(draft for draft in listed if draft != LOOKUP)
+        heads = [Path(draft) for draft in models if isinstance(draft, str | Path) and is_head(Path(draft))]
+        if heads:
+            check_alone(heads[0], passes.target, bool(recipe) or len(listed) > 1)
+            return Drafts(recipe, (), passes.separate, False, HeadDraft(HeadFile.open(heads[0]), passes.head))
+        return Drafts(recipe, models, passes.separate, LOOKUP in listed)
+
+    @property
+    def any(self) -> bool:
+        """Whether there are drafts."""
+        return bool(self.recipe or self.models or self.lookup or self.head)
+
+    def of_target(self, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+        """`passes` of the target model, and that by which it returns what a draft head reads."""
+        return passes if self.head is None else behind_cache(passes, FuseFeatures(self.head.file, self.head.origin))
 
 
 @dataclass(frozen=True)
@@ -185,16 +223,65 @@ class SeparateDraft:
         return DraftPath(name, program, graphs, records, False, *self.depth, self.tokenizer, info.bos_token_id)
 
 
+@dataclass(frozen=True)
+class HeadDraft:
+    """A draft head that `passes` compile."""
+
+    file: HeadFile
+    passes: tuple[Pass, ...]
+    name: ClassVar[str] = "draft1"
+    origin: ClassVar[str] = "draft1."
+
+    def check(self, graph: Graph, records: Sequence[PassRecord]) -> None:
+        """Raise UnsupportedError if the head cannot draft for the target with this step `graph`."""
+        changed = [record.name for record in records if record.name in _CHANGE_STREAM and record.fired]
+        if changed:
+            raise UnsupportedError(
+                f"draft {self.file.path} reads hidden states as the model has them, which {changed[0]} changes: take a "
+                "recipe without it, such as w4a8"
+            )
+        if graph.calls("conv_step", "recurrence_step"):
+            raise UnsupportedError(f"draft {self.file.path}: heads do not draft for models with recurrent states yet")
+        formats = {kv_format(ops.operand(node, "format")).hierarchical for node in graph.calls("rope_append")}
+        if True in formats:
+            raise UnsupportedError(f"draft {self.file.path}: heads do not draft over hierarchical caches yet")
+
+    def path(self, graphs: list[Graph], records: Sequence[PassRecord], table: WeightTable, clock: Clock) -> DraftPath:
+        """The head as a path, for the target with these `graphs` after each pass, the first of them raised."""
+        self.check(graphs[-1], records)
+        raised = next(graph for graph in graphs if graph.stage == "raise")
+        tokens = self.file.tokens(raised.info.vocab_size)
+        own, done = run_passes(head_graph(self.file, raised, self.origin), self.passes[1:], clock)
+        program = lower(own[-1], table)
+        packed = None if tokens is None else tokens.numpy().tobytes()
+        return DraftPath(self.name, program, own, done, False, *SEPARATE_DRAFT, tokens=packed)
+
+
+_CHANGE_STREAM = ("fold_norms", "rotate", "reorder")
+"""Passes that may change the residual stream."""
+
+
+def check_alone(head: Path, target: Target, others: bool) -> None:
+    """Raise UnsupportedError if `head` cannot draft on `target`, or among `others`."""
+    if target.kind != "cpu":
+        raise UnsupportedError(f"draft {head} is a draft head: heads draft on CPUs only, not on {target.name} yet")
+    if others:
+        raise UnsupportedError(f"draft {head} is a draft head: it can only draft alone, not with other drafts yet")
+
+
 # ---- all drafts -----------------------------------------------------------------------------------------
 
 
 def draft_paths(
-    model: Any, graphs: list[Graph], drafts: Drafts, options: ImportOptions, table: WeightTable, clock: Clock
+    model: Any, rewritten: Rewritten, drafts: Drafts, options: ImportOptions, table: WeightTable, clock: Clock
 ) -> list[DraftPath]:
-    """The drafts of the target `model`, in order: the recipe's, then the separate models.
+    """The drafts of the target `model`, in order: the recipe's, then the separate models, or a head.
 
-    `graphs` are the target's after each pass, and `options` say how the target was imported. Raises QCompileError.
+    `rewritten` are the target's graphs and passes, and `options` say how it was imported. Raises QCompileError.
     """
+    graphs, records = rewritten
+    if drafts.head is not None:
+        return [drafts.head.path(graphs, records, table, clock)]
     quantized = [graph for graph in graphs if graph.stage == "quantize"][-1]
     paths = recipe_paths(drafts.recipe, quantized, table, clock)
     alone = not paths and len(drafts.models) + drafts.lookup == 1

@@ -37,14 +37,14 @@ from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import PackedWeight, WeightTable, stream
 from qcompile.codegen.program import Program
 from qcompile.codegen.rank_programs import rank_programs
-from qcompile.drafts import LOOKUP, DraftPath, Drafts, draft_paths, draft_stages
+from qcompile.drafts import LOOKUP, DraftPasses, DraftPath, Drafts, draft_paths, draft_stages
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassRecord
 from qcompile.passes.calibration import outliers, perplexity
 from qcompile.passes.lora import Lora, described
 from qcompile.passes.rank_graphs import check_ranks, other_ranks
 from qcompile.passes.rewrite import ImportOptions, rewrite
-from qcompile.passes.schedule import Schedule, scheduled, separate_draft_passes
+from qcompile.passes.schedule import Schedule, draft_head_passes, scheduled, separate_draft_passes
 from qcompile.recipe_files.resolved import RECIPE_FILE, RecipeLike, resolve
 from qcompile.report import figures, ir, stored_weights
 from qcompile.report.bits import bits_per_weight
@@ -135,7 +135,7 @@ def build(  # parameters: the public interface, one keyword for each option
     dynamic batch and tokens (with max_position), or a raised Graph. `recipe` is the name of one, a TOML file, or the
     tables of such a file. `options` override its settings of passes, {"cache.format": "kv8"}; `head_dtype` overrides
     the output head (int8, bf16, f32). Each of `drafts`, a checkpoint (of the same tokenizer unless it is the only
-    draft) or, as the last one, `LOOKUP`, proposes tokens to the path before it; the recipe's own drafts come first.
+    draft), a draft head (alone) or `LOOKUP` (last), proposes tokens to the path before it, after those of the recipe.
     `dump_ir` is a folder for all graphs as text and SVG. `calib` is the text by which weights' codes are chosen (a
     file, token ids [samples, length], or a calibration.CalibrationSource). If interrupted, the same build resumes.
     `check_passes` records each pass's change of the logits and seconds, on a short text, in passes.json. `passes` run
@@ -149,7 +149,7 @@ def build(  # parameters: the public interface, one keyword for each option
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
     schedule = scheduled(resolve(recipe, options, head_dtype), target, passes)
     importing = ImportOptions(source, text, addends(lora), kept, check_passes)
-    drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes(target))
+    drafting = _drafts(drafts, schedule)
     backend = backend_of(machine)
     compiler = backend.compiler()  # raises if there is none, before any work
     sizes = backend.most_rows, backend.most_outputs
@@ -170,6 +170,13 @@ def build(  # parameters: the public interface, one keyword for each option
             path = writer.finish(_manifest(planned, schedule, machine, kernels, weights))
             shutil.rmtree(kept, ignore_errors=True)
     return _build_report(path, planned, clock)
+
+
+def _drafts(drafts: str | Path | Sequence[Any], schedule: Schedule) -> Drafts:
+    """The drafts of a build: those of the recipe, and those given."""
+    target = schedule.target
+    passes = DraftPasses(targets.get_target(target), separate_draft_passes(target), draft_head_passes(target))
+    return Drafts.of(drafts, [*schedule.recipe_drafts()], passes)
 
 
 def _build_report(path: Path, planned: CompilationPlan, clock: Clock) -> BuildReport:
@@ -194,7 +201,7 @@ def plan(  # parameters: the arguments of `build` that decide what is compiled
     frontend.check_arguments(plan, source)
     machine = targets.get_target(target)
     schedule = scheduled(resolve(recipe, options, head_dtype), target, passes)
-    drafting = Drafts.of(drafts, [*schedule.recipe_drafts()], separate_draft_passes(target))
+    drafting = _drafts(drafts, schedule)
     planned = _plan(model, schedule, drafting, ImportOptions(source), Clock(silent))
     backend_of(machine).check(planned.programs, machine)
     return planned
@@ -206,14 +213,14 @@ def plan(  # parameters: the arguments of `build` that decide what is compiled
 def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions, clock: Clock) -> CompilationPlan:
     """All stages but code generation."""
     backend = backend_of(targets.get_target(schedule.target))
-    passes = schedule.model_passes()
-    check_ranks(passes, bool(drafts.recipe or drafts.models or drafts.lookup), options.check_passes)
+    passes = drafts.of_target(schedule.model_passes())
+    check_ranks(passes, drafts.any, options.check_passes)
     graphs, records = rewrite(model, passes, options, clock)
     table = WeightTable(backend.packing)
     with clock("lower"):
         program = backend.adapt(lower(graphs[-1], table, fidelity=(fidelity := Fidelity())))
         bits = bits_per_weight(graphs[-1])
-    paths = draft_paths(model, graphs, drafts, options, table, clock)
+    paths = draft_paths(model, (graphs, records), drafts, options, table, clock)
     paths = [replace(path, program=backend.adapt(path.program)) for path in paths]
     ranks = rank_programs(program, other_ranks(graphs, passes), table, backend.adapt)
     made = graphs, program, table.weights, records, bits
@@ -237,7 +244,7 @@ def _small_files(planned: CompilationPlan) -> Files:
         "graphs/step.json": planned.graphs[-1].to_json(),
         "graphs/program.json": planned.program.to_json(),
         **{f"graphs/{draft.name}.json": draft.program.to_json() for draft in planned.drafts},
-        **{f"{draft.name}/tokenizer.json": draft.tokenizer for draft in planned.drafts if draft.tokenizer},
+        **{name: content for draft in planned.drafts for name, content in draft.files.items()},
     }
 
 
@@ -277,7 +284,8 @@ def _command(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOpti
         settings, fields = {"recipe": f"OUT/{RECIPE_FILE}", "target": schedule.target}, {}
     lookup = [LOOKUP] if drafts.lookup else []
     lora = [f"{addend.adapter.name}={addend.weight:g}" for addend in options.lora]
-    return command(model, settings, fields, [*drafts.models, *lookup], lora, options.calib)
+    heads = [drafts.head.file.path] if drafts.head else []
+    return command(model, settings, fields, [*heads, *drafts.models, *lookup], lora, options.calib)
 
 
 # ---- plan -> artifact --------------------------------------------------------------------------------

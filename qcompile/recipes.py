@@ -244,6 +244,9 @@ RECIPES = {
 DRAFT_RECIPE = "mxfp4"
 """Recipe of a separate draft model."""
 
+HEAD_RECIPE = "w8a8"
+"""Recipe of a draft head: it is small, and every wrong draft costs a step of the target."""
+
 
 def get_recipe(name: str) -> Recipe:
     """The recipe `name`. Raises UsageError listing the known recipes."""

@@ -166,3 +166,14 @@ class StepExecutor(Protocol):
 
     def close(self) -> None:
         """Free what the executor holds; idempotent."""
+
+
+class FeatureExecutor(StepExecutor, Protocol):
+    """Runs the steps of a model with a draft head, or of a head: steps return features, and those of a head read some.
+
+    features: [rows, width] f32, those of the last call's rows: of a step in its order, of several decode steps one step
+    after the other. given: [rows, width], where the caller writes what the rows of the next step read.
+    """
+
+    features: FloatArray
+    given: FloatArray

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from qcompile.codegen.buffers import Buffer
 from qcompile.codegen.calls import Attention, Call, Gemm, Hadamard, Norm, QuantizeRows, RopeAppend, TakeRows
+from qcompile.codegen.feature_calls import WriteFeatures
 from qcompile.codegen.program import Program
 from qcompile.codegen.sizes import round_up
 from qcompile.ops import GATED
@@ -16,7 +17,8 @@ LINE_COLUMNS = 32
 
 def writes_outputs(program: Program, call: Call) -> bool:
     """Whether a call computes only the rows with requested logits, or the logits."""
-    return all(program.buffer(name).rows == "outputs" for name in call.writes)
+    names = call.reads if isinstance(call, WriteFeatures) else call.writes
+    return all(program.buffer(name).rows == "outputs" for name in names)
 
 
 def own_buffers(program: Program) -> frozenset[str]:

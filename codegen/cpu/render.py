@@ -166,6 +166,7 @@ def _description(program: Program, target: Target) -> str:
             (program.buffer(c.out).width for c in program.calls if isinstance(c, Embed) and c.given), 0
         ),
         "hidden_width": _hidden_width(program),
+        **({"features": program.features} if program.features else {}),
         "kv": {
             "format": kv.format,
             "layers": kv.layers,

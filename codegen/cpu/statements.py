@@ -28,7 +28,7 @@ from qcompile.codegen.calls import (
     Route,
     TakeRows,
 )
-from qcompile.codegen.cpu import lora_statements
+from qcompile.codegen.cpu import feature_statements, lora_statements
 from qcompile.codegen.cpu.barriers import Barriers
 from qcompile.codegen.cpu.cpp import boolean, bound, f32, ident, rows_kind, unary_kind
 from qcompile.codegen.program import Program
@@ -162,6 +162,7 @@ class Statements:
 
     _lora_shrink, _lora_expand = lora_statements.lora_shrink, lora_statements.lora_expand
     _gate_rows = lora_statements.gate_rows
+    _read_features, _write_features = feature_statements.read_features, feature_statements.write_features
 
     def _all_reduce(self, c: AllReduce, _: int) -> list[str]:
         x = self.program.buffer(c.x)

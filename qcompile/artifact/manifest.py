@@ -105,6 +105,8 @@ _PATH: Shape = {
     "vocab_size": _COUNT,
     "bos_token_id": Maybe(int),
     "tokenizer": Maybe(str),
+    "tokens": Maybe(str),
+    "features": Maybe(_COUNT),
     "kv": Maybe(_KV),
     "passes": Maybe([{"name": str, "fired": int, "options": dict}]),
     "weights": [Whole()],

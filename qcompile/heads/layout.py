@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qcompile.checkpoints.checkpoint import read_header
+from qcompile.checkpoints.checkpoint import read_header, read_json
 from qcompile.errors import QCompileError, UsageError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -76,10 +76,22 @@ def default_layers(depth: int) -> tuple[int, int, int]:
 def is_head(path: Path) -> bool:
     """Whether the directory `path` holds a draft head: a weight that fuses the hidden states of a model into one.
 
-    Heads of the types EAGLE and EAGLE-3 have it. Reads the headers of the safetensors files.
+    Heads of the types EAGLE and EAGLE-3 have it. Reads the headers of the safetensors files; of a directory without
+    such files the configuration decides.
     """
+    if not any(path.glob("*.safetensors")):
+        return _names_a_head(path / CONFIG)
     rows, columns = (*_shapes(path).get(_FUSION, ()), 0, 0)[:2]
     return rows > 0 and columns >= 2 * rows and columns % rows == 0
+
+
+def _names_a_head(config: Path) -> bool:
+    """Whether a config.json says that its directory holds a head."""
+    try:
+        named = read_json(config).get("architectures") if config.is_file() else None
+    except QCompileError:
+        return False
+    return isinstance(named, list) and ARCHITECTURE in named
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:

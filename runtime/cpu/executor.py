@@ -189,6 +189,8 @@ def bind(library: Any) -> None:
     }
     if hasattr(library, "qc_hidden"):
         signatures["qc_hidden"] = (ctypes.c_int, [handle, batch, ctypes.c_void_p])
+    if hasattr(library, "qc_connect"):
+        signatures["qc_connect"] = (ctypes.c_int, [handle, ctypes.c_void_p, ctypes.c_void_p])
     if hasattr(library, "qc_join"):
         signatures["qc_rank_bytes"] = (ctypes.c_int64, [handle])
         signatures["qc_join"] = (ctypes.c_int, [handle, ctypes.c_void_p])
@@ -233,6 +235,8 @@ class Executor:
         self._keep: tuple[object, ...] = (pointers, kv)
         self.states = states.slots if states else None
         """The slots of recurrent states, one after the other; None if the model has no states."""
+        self.features = self.given = np.empty((0, 0), np.float32)
+        """Features that the last call's rows returned, and those that rows read, once they are wanted (`connect`)."""
         self._given: list[int] = []  # by what `start` ran last
         self.description: dict[str, Any] = json.loads(library.qc_describe())
         if self.description.get("abi") != CPU_ABI:
@@ -378,6 +382,8 @@ class Executor:
         count = steps * self._fill(sequences, sampling)
         if count > len(self._decoded):
             self._decoded = (ctypes.c_int32 * count)()
+        if count > len(self.features) > 0:
+            self._connect(count)
         self._batch.logits = None
         out = ctypes.addressof(self._decoded)
         status = self.library.qc_decode(self.handle, self._reference, steps, out)
@@ -401,6 +407,19 @@ class Executor:
         size = self.description["slot_bytes"]
         first = self.states.address
         ctypes.memmove(first + target * size, first + source * size, size)
+
+    def connect(self) -> None:
+        """Let steps return features, and read those given. Raises ArtifactError if the library returns none."""
+        if not self.description.get("features"):
+            raise ArtifactError("the artifact's library returns no features to a draft head; build it again")
+        self._connect(self.limits.max_tokens)
+
+    def _connect(self, rows: int) -> None:
+        """Let steps return features of up to `rows` rows."""
+        width = self.description["features"]
+        self.features = np.empty((rows, width), np.float32)
+        self.given = np.empty((self.limits.max_tokens, width), np.float32)
+        self.library.qc_connect(self.handle, self.given.ctypes.data, self.features.ctypes.data)
 
     def profile(self, on: bool) -> None:
         """Start (resetting the counters) or stop timing each call."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from qcompile.artifact.hashes import listed_file
 from qcompile.artifact.layout import Manifest
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.runtime.cpu.executor import Executor, StateMemory, bind
@@ -12,6 +16,7 @@ from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory
 from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory
+from qcompile.runtime.speculation.heads import HeadSpeculator
 from qcompile.runtime.speculation.reencode import Reencoder, open_reencoder
 from qcompile.runtime.speculation.stages import Drafter, DraftStage, Speculator
 from qcompile.runtime.step import Limits
@@ -63,6 +68,8 @@ def open_cpu(
         drafter: Drafter | None = None
         if stages and stages[0].get("tokenizer"):
             drafter = _open_reencoder(artifact, stages[0], executor, tokenizer, max_batch, undo)
+        elif stages and stages[0].get("features"):
+            drafter = _open_head(artifact, stages[0], executor, undo)
         elif stages:
             drafter = _open_stages(artifact, stages, executor, _Caches(arena, states, max_batch), undo)
         undo.pop_all()
@@ -157,6 +164,41 @@ def _open_stages(
         undo.callback(executor.close)
         opened.append(DraftStage(executor, stage["gamma"], own is None, threshold=stage["threshold"]))
     return LibrarySpeculator(target, opened)
+
+
+def _open_head(artifact: LoadedArtifact, stage: dict[str, Any], target: Executor, undo: ExitStack) -> HeadSpeculator:
+    """Open a draft head with the target's threads and page numbers, and a cache of its own. `undo` closes it.
+
+    Raises ArtifactError if it does not fit the target.
+    """
+    (draft,) = artifact.drafts
+    if draft is None or stage.get("kv") is None:
+        raise ArtifactError(f"{artifact.root}: a draft head is no path of its own; build it again")
+    bind(draft.library)
+    limits = target.limits._replace(max_position=stage["max_position"], vocab=stage["vocab_size"])
+    arena = Arena(target.kv_pages * stage["kv"]["page_bytes"])
+    head = Executor(draft.library, draft.pointers, arena, target.kv_pages, target.threads, limits, target)
+    undo.callback(head.close)
+    for executor in (target, head):
+        executor.connect()
+    if head.features.shape != target.features.shape:
+        raise ArtifactError(f"{artifact.root}: the model and its draft head have different features; build it again")
+    return HeadSpeculator(target, head, stage["gamma"], _head_tokens(artifact, stage, target.limits.vocab))
+
+
+def _head_tokens(artifact: LoadedArtifact, stage: dict[str, Any], vocabulary: int) -> NDArray[np.int32] | None:
+    """The target's tokens that a head proposes, by their numbers in the head; None if these are the same."""
+    name = stage.get("tokens")
+    if name is None:
+        if stage["vocab_size"] != vocabulary:
+            raise ArtifactError(f"{artifact.root}: a draft head of {stage['vocab_size']} tokens has no list of them")
+        return None
+    content = listed_file(artifact.root, artifact.manifest["files"], name) or b""
+    whole = len(content) == 4 * stage["vocab_size"]
+    tokens = np.frombuffer(content if whole else b"", np.int32)
+    if not whole or not ((tokens >= 0) & (tokens < vocabulary)).all():
+        raise ArtifactError(f"{artifact.root}: {name} does not list tokens of the model; build it again")
+    return tokens
 
 
 def _open_reencoder(

@@ -93,7 +93,9 @@ class StepRunner:
         tokens = self._executor.decode(rows, plan.steps, self._sampling_inputs(plan, rows))
         now = self.timer.end()
         self._note_plain_steps(plan, now - started)
-        return self._postprocessor.append_all(plan, rows, tokens, now)
+        updates = self._postprocessor.append_all(plan, rows, tokens, now)
+        self._speculation.note_rows(plan.requests, rows, plan.steps)
+        return updates
 
     def _run_rounds(self, plan: StepPlan, gammas: list[int], started: float, most: int | None) -> list[Update]:
         """Run rounds of speculation in one call: as many as a call should have, at most `most`."""
@@ -146,6 +148,7 @@ class StepRunner:
             gained += len(chosen.tokens)
         if gammas and decoding:
             self._speculation.note_rounds(plan, False, gammas, 1, now - started, gained)
+        self._speculation.note_rows(requests, rows)
         return updates
 
     def _note_drafts(self, request: Request, draft: Sequence[int], gamma: int, tokens: int, seconds: float) -> None:

@@ -16,7 +16,7 @@ from qcompile.runtime.options import AUTO
 from qcompile.runtime.request import Request
 from qcompile.runtime.speculation.controller import GammaChoice, GammaController
 from qcompile.runtime.speculation.stages import Drafter, Speculator
-from qcompile.runtime.step import StepExecutor
+from qcompile.runtime.step import Rows, StepExecutor
 
 
 class RoundsResult(NamedTuple):
@@ -72,6 +72,11 @@ class Speculation:
         """Note that a step has verified drafts of a request, or has appended a token without drafts."""
         if self.drafter:
             self.drafter.settle(request)
+
+    def note_rows(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int = 1) -> None:
+        """Note that the executor has computed rows, and that the tokens after them are appended."""
+        if self.drafter:
+            self.drafter.note(requests, rows, steps)
 
     # ---- what to draft --------------------------------------------------------------------------
 

@@ -79,6 +79,9 @@ class Reencoder:
     def settle(self, request: Request) -> None:
         """After verification: nothing to do, as `propose` compares the cache with the text."""
 
+    def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
+        """The target has computed rows: nothing to note, as the draft reads the text alone."""
+
     def release(self, request: Request) -> None:
         """A request has ended: free its pages."""
         self.pool.give_back(self._texts.pop(request.id).pages)

@@ -76,6 +76,12 @@ class Drafter(Protocol):
     def settle(self, request: Request) -> None:
         """A step has verified drafts of the request, or has appended a token without drafts."""
 
+    def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
+        """The target has computed `rows`, one for each request, or the rows of `steps` decode steps from these on.
+
+        The tokens that follow are appended to the requests. A request that has ended has no pages.
+        """
+
     def release(self, request: Request) -> None:
         """A request has ended: free what the drafts hold of it."""
 
@@ -123,6 +129,9 @@ class Speculator:
         """After verification: entries of the drafts' caches past the target's computed positions are invalid."""
         cached = request.drafts.cached
         cached[:] = [min(positions, request.sequence.computed) for positions in cached]
+
+    def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
+        """The target has computed rows: nothing to note, as drafts read the text alone."""
 
     def release(self, request: Request) -> None:
         """A request has ended: nothing to free, as its drafts hold no memory other than its pages."""

@@ -1,6 +1,6 @@
 // ---- the model -----------------------------------------------------------------------------------
 
-constexpr int kVocab = 203, kMaxPosition = 512;
+constexpr int kVocab = 203, kTokenIds = 203, kMaxPosition = 512;
 constexpr int kCalls = 14;
 constexpr KvFormat kKv = kKv8;
 constexpr int kHeadDim = 32;
@@ -8,6 +8,8 @@ constexpr KvPlace kLayers[] = {{2, 32, 0}};
 constexpr int64_t kTokenBytes = 4224, kOutputBytes = 512;
 constexpr int64_t kRopeFloats = 32;
 constexpr int kHidden = 96;  // of the final hidden states, 0 if they cannot be given
+constexpr int kFeatures = 0;  // width of those that steps return, 0 if they return none
+constexpr bool kReadsFeatures = false;
 constexpr int kFewRows = 48, kOwnRows = 64;
 constexpr size_t kOwnBytes = (size_t)(kTokenBytes + kOutputBytes) * kOwnRows;
 constexpr int kWidest = 256;  // elements of the longest row

@@ -18,6 +18,7 @@ from qcompile.heads.layout import default_layers, is_head
 from qcompile.heads.model import DraftHead
 from qcompile.heads.target import HeadTarget
 from qcompile.heads.training import STATE, Training, TrainingOptions
+from qcompile.pipeline import plan
 from tests.cli.test_app import Capture, json_of, refusal
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "pycode-1m"
@@ -154,14 +155,14 @@ def test_only_models_of_six_layers_have_usual_layers() -> None:
         default_layers(5)
 
 
-def test_the_command_trains_and_build_refuses_the_head(capsys: Capture, checkpoint: Path, tmp_path: Path) -> None:
+def test_the_command_trains_a_head_that_build_takes(capsys: Capture, checkpoint: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text("\n".join(json.dumps({"text": f"def f{n}(x):\n    return x + {n}\n"}) for n in range(40)))
     head = tmp_path / "head"
     size = "--max-seq-length", 16, "--steps", 2, "--depth", 2, "--layers", "1,2", "--device", "cpu"
     result: dict[str, Any] = json_of(capsys, "train-draft", checkpoint, "--data", text, "-o", head, *size)
     assert result["steps"] == 2 and len(result["agreement"]) == 2
-    said = refusal(capsys, 3, "build", checkpoint, "-o", tmp_path / "out", "--draft", head)
-    assert str(head) in said and "draft head" in said
+    (draft,) = plan(str(checkpoint), drafts=str(head)).drafts
+    assert draft.program.reads_features and draft.program.vocab_size == 8192
     said = refusal(capsys, 2, "train-draft", checkpoint, "--data", text, "-o", head, *size)
     assert "holds other files" in said

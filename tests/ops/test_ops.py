@@ -40,6 +40,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "add": (rand(2, 6), rand(6)),
     "mul": (rand(2, 6), rand(2, 6)),
     "slice_features": (rand(2, 6), 1, 4),
+    "read_features": (rand(2, 6),),
+    "write_features": (rand(3, 6),),
     "gather_features": ([rand(2, 6), rand(2, 3)], torch.tensor([7, 7, -1, 0, 8])),
     "lora_shrink": (INT8, 2, 12),
     "lora_expand": (rand(3, 40), rand(3, 12), 2),

@@ -115,6 +115,10 @@ QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t*
 // A step that writes the final hidden states of the output rows, [R][kHidden], instead of logits and argmax. Artifacts
 // built before it was added do not have it. 0 done, 1 invalid argument or no hidden states.
 QC_API int qc_hidden(void* model, const qc_batch* batch, float* out);
+// Where a draft head's steps read features of their rows, [tokens][kFeatures], and where steps write those that they
+// return, [tokens][kFeatures], in qc_decode one step after the other; null: nowhere. It holds until it is called again.
+// Artifacts built before it was added do not have it. 0 done, 1 no features.
+QC_API int qc_connect(void* model, const float* given, float* features);
 QC_API int qc_speculate(const qc_speculation*);  // 0 done, 1 invalid argument
 // Only in a library of a divided model: join the processes that run it together. To be called once, before any step.
 typedef struct {

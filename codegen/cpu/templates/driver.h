@@ -85,6 +85,13 @@ static bool begin_step(Model&, qc_batch&) { return true; }
 static int status(const Model&) { return 0; }
 #endif
 
+QC_API int qc_connect(void* model, const float* given, float* features) {
+  if (!model || !kFeatures) return 1;
+  Model& m = *(Model*)model;
+  m.features_given = given, m.features = features;
+  return 0;
+}
+
 QC_API void* qc_thread_pool(void* model) { return model ? ((Model*)model)->pool : nullptr; }
 
 // ---- steps ------------------------------------------------------------------------------------------
@@ -138,9 +145,10 @@ static bool valid(const Model& m, const qc_batch* batch, int steps) {
   if (b.tokens < 1 || b.tokens > m.rows[kTokens] || b.sequences < 1 || b.sequences > b.tokens) return false;
   if (b.outputs < 0 || b.outputs > m.rows[kOutputs] || (b.outputs && !b.output_rows)) return false;
   if (!b.token_ids || !b.positions || !b.query_start || !b.block_table) return false;
+  if (kReadsFeatures && !m.features_given) return false;
   if (b.query_start[0] != 0 || b.query_start[b.sequences] != b.tokens) return false;
   for (int t = 0; t < b.tokens; ++t)
-    if (b.token_ids[t] < 0 || b.token_ids[t] >= kVocab) return false;
+    if (b.token_ids[t] < 0 || b.token_ids[t] >= kTokenIds) return false;
   for (int r = 0; r < b.outputs; ++r)
     if (b.output_rows[r] < 0 || b.output_rows[r] >= b.tokens) return false;
   for (int s = 0; s < b.sequences; ++s) {
@@ -247,9 +255,12 @@ QC_API int qc_decode(void* model, const qc_batch* batch, int32_t steps, int32_t*
   b.token_ids = ids;
   b.positions = positions;
   b.output_rows = rows;
+  float* const features = m.features;
   for (int i = 0; i < steps; ++i) {
     b.argmax = out + (int64_t)i * n;
+    if (features) m.features = features + (int64_t)i * n * kFeatures;
     run_batch(m, b);
+    m.features = features;
     if (status(m)) return status(m);
     for (int s = 0; s < n; ++s) ids[s] = token_after(b.argmax[s]), ++positions[s];
   }

@@ -30,6 +30,8 @@ struct Model {
   char* samplers;                  // [threads][Sampler::bytes(vocab)]
   int32_t* times;                  // [threads][vocab] zeros, for penalties
   float* hidden;                   // of qc_hidden: where the final hidden states go in place of logits; else null
+  const float* features_given;     // of qc_connect: [tokens][kFeatures] that a draft head reads; else null
+  float* features;                 // of qc_connect: where steps write theirs, [tokens][kFeatures]; null: nowhere
   float* plain;                    // [threads][vocab] logits before penalties, for reports
   uint32_t* masks;                 // [outputs][mask_words(vocab)] of the running step's rows that have one
   int32_t* feedback;               // token ids, positions and rows of qc_decode, [3][capacity]

@@ -151,6 +151,14 @@ QC_NOINLINE void embed_given(Range rows, const float* const* given, int width, f
     for (int i = 0; given[t] && i < width; ++i) out[(int64_t)t * gemm_kp(width) + i] = given[t][i] * factor;
 }
 
+// out[t] = given[t], rows of `width` floats without padding.
+QC_NOINLINE void read_features(Range rows, const float* given, int width, float* out) {
+  for (int t = rows.begin; t < rows.end; ++t) {
+    memcpy(out + (int64_t)t * gemm_kp(width), given + (int64_t)t * width, (size_t)width * sizeof(float));
+    memset(out + (int64_t)t * gemm_kp(width) + width, 0, (size_t)(gemm_kp(width) - width) * sizeof(float));
+  }
+}
+
 enum NormKind { kRms, kLayer };
 
 // out[t] = (x[t] - mean) / sqrt(variance + eps) * weight + bias; kRms: mean is taken as 0. x: [tokens][stride], zero

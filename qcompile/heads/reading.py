@@ -1,0 +1,173 @@
+"""A draft head that a file holds: what its configuration says, and its weights, which stay on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcompile.checkpoints.checkpoint import Checkpoint, read_json
+from qcompile.errors import UnsupportedError, UsageError
+from qcompile.graph import Weight
+from qcompile.heads.layout import CONFIG
+from qcompile.heads.rotation import HeadRotation, head_rotation
+
+_LAYER_NAMES = ("midlayer.", "layers.0.")
+"""How files call the decoder layer."""
+_MAP, _MAPPED, EMBEDDING = "d2t", "t2d", "embed_tokens.weight"
+_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True)
+class HeadFile:
+    """A head of the EAGLE-3 type in a directory.
+
+    Sizes are as in layout.HeadShape. `layers` is empty if the configuration names none. `norm_first`: the residual of
+    the decoder layer is the normalized hidden state, and not the hidden state. `weights` are named as in the public
+    layout, the decoder layer's without a prefix.
+    """
+
+    path: Path
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    drafted: int
+    layers: tuple[int, ...]
+    norm_eps: float
+    norm_first: bool
+    rotation: HeadRotation
+    weights: Mapping[str, Weight]
+
+    @staticmethod
+    def open(path: Path) -> HeadFile:
+        """Read the configuration and the headers of the weights of the head in the directory `path`.
+
+        Raises UsageError (damaged, or parts are missing) and UnsupportedError (another kind of head).
+        """
+        config = read_json(path / CONFIG)
+        if not any(path.glob("*.safetensors")):
+            raise UnsupportedError(
+                f"draft {path} is a draft head without safetensors files: convert its weights to one"
+            )
+        stored = _stored(path)
+        _check(path, config, stored)
+        hidden, drafted = stored["fc.weight"].shape[0], stored["lm_head.weight"].shape[0]
+        heads = _count(path, config, "num_attention_heads")
+        head_dim = config.get("head_dim") or hidden // heads
+        head = HeadFile(
+            path,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            drafted=drafted,
+            layers=_layers(path, config),
+            norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+            norm_first=bool(config.get("norm_before_residual")),
+            rotation=head_rotation(path, config, head_dim),
+            weights=stored,
+        )
+        head._check_shapes()
+        return head
+
+    @property
+    def inner(self) -> int:
+        """Features of the feed-forward layer."""
+        return self.weights["mlp.gate_proj.weight"].shape[0]
+
+    @property
+    def fused(self) -> int:
+        """Features of the target's hidden states beside each other."""
+        return self.weights["fc.weight"].shape[1]
+
+    def tokens(self, vocabulary: int) -> Tensor | None:
+        """The target's tokens that the head can propose, int32 [drafted]; None if they are all, in order.
+
+        `vocabulary` is the target's number of tokens. Raises UsageError for tokens that it does not have.
+        """
+        if _MAP not in self.weights:
+            if self.drafted != vocabulary:
+                raise UsageError(f"draft {self.path} proposes {self.drafted} of {vocabulary} tokens, but has no {_MAP}")
+            return None
+        tokens = self.weights[_MAP].load().to(torch.int64) + torch.arange(self.drafted)
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+            raise UsageError(f"draft {self.path}: {_MAP} names tokens that the model does not have")
+        whole = self.drafted == vocabulary and torch.equal(tokens, torch.arange(vocabulary))
+        return None if whole else tokens.to(torch.int32)
+
+    def _check_shapes(self) -> None:
+        """Raise UsageError for a weight with a shape that does not fit the others."""
+        hidden, inner = self.hidden, self.inner
+        attended, cached = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        wanted = {
+            "self_attn.q_proj": (attended, 2 * hidden),
+            "self_attn.k_proj": (cached, 2 * hidden),
+            "self_attn.v_proj": (cached, 2 * hidden),
+            "self_attn.o_proj": (hidden, attended),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            **dict.fromkeys((*_NORMS, "norm"), (hidden,)),
+            "lm_head": (self.drafted, hidden),
+        }
+        for name, shape in wanted.items():
+            found = self.weights[f"{name}.weight"].shape
+            if found != shape:
+                raise UsageError(f"draft {self.path}: {name}.weight has shape {list(found)}, needed is {list(shape)}")
+
+
+def _stored(path: Path) -> dict[str, Weight]:
+    """The tensors of the head in `path` by name, without the decoder layer's prefix."""
+    checkpoint = Checkpoint(path)
+    stored = {}
+    for name, entry in checkpoint.entries.items():
+        short = next((name.removeprefix(prefix) for prefix in _LAYER_NAMES if name.startswith(prefix)), name)
+        floats = entry.dtype.is_floating_point
+        load: Callable[[], Tensor] = partial(checkpoint.load if floats else checkpoint.raw, name)
+        dtype = torch.float32 if floats else entry.dtype
+        stored[short.removeprefix("model.")] = Weight(
+            tuple(entry.shape), dtype, load, stored=entry.dtype if floats else None
+        )
+    return stored
+
+
+def _check(path: Path, config: Mapping[str, Any], stored: Mapping[str, Weight]) -> None:
+    """Raise UnsupportedError unless the head is of the kind that is compiled."""
+    layer = [*_LINEARS, *_FEED_FORWARD, *_NORMS]
+    needed = [f"{name}.weight" for name in (*layer, "fc", "norm", "lm_head")]
+    missing = [name for name in needed if name not in stored]
+    if missing:
+        raise UnsupportedError(f"draft {path} is no head of the EAGLE-3 type: it has no {missing[0]}")
+    known = {*needed, *(f"{name}.bias" for name in (*_LINEARS, *_FEED_FORWARD)), _MAP, _MAPPED, EMBEDDING}
+    more = sorted(set(stored) - known)
+    if more:
+        raise UnsupportedError(f"draft {path} has a weight {more[0]}, of which this qcompile does not know the use")
+    if config.get("num_hidden_layers", 1) != 1:
+        raise UnsupportedError(f"draft {path} has {config['num_hidden_layers']} layers: heads of one are compiled")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedError(f"draft {path} has activation {config['hidden_act']}: heads with silu are compiled")
+
+
+def _count(path: Path, config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{path / CONFIG}: {name} is {value!r}, not a number of 1 or more")
+    return value
+
+
+def _layers(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The layers after which the head reads hidden states, as the configuration states them."""
+    nested = config.get("eagle_config")
+    key = "eagle_aux_hidden_state_layer_ids"
+    layers = (nested.get(key) if isinstance(nested, dict) else None) or config.get(key) or ()
+    if not isinstance(layers, (list, tuple)) or not all(isinstance(layer, int) for layer in layers):
+        raise UsageError(f"{path / CONFIG}: {key} is no list of numbers")
+    return tuple(layers)

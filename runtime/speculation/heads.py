@@ -1,0 +1,270 @@
+"""Rounds with a draft head (EAGLE-3, arXiv 2503.01840): it reads features of the target beside the text.
+
+Row p of the head has the features of position p and the token at p + 1; it gives features and a draft for p + 2. The
+features are the target's where the target has computed the position, and the head's own after that. The head's cache
+has an entry for each row, so it can hold as many positions as the target's. Entries of the head's own features are
+computed again once the target's are known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qcompile.errors import OverflowedError
+from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.request import Request
+from qcompile.runtime.sampling.arrays import FloatArray
+from qcompile.runtime.speculation.stages import DraftStage, Speculator, StageResult
+from qcompile.runtime.step import FeatureExecutor, Rows
+
+Choose = Callable[[int, int, FloatArray | None], int]
+"""Returns a draft for text i, from the head's argmax (a token of the target) and its logits if they are wanted."""
+
+
+class _TargetFeatures(NamedTuple):
+    """The target's features [positions, width] of the positions from `first` on that the head's cache lacks."""
+
+    first: int
+    features: FloatArray
+
+
+@dataclass(slots=True)
+class _Text:
+    """A request in a call: what its next row of the head reads, and its drafts.
+
+    new: tokens that the call has appended. want: drafts wanted. end: tokens at which the text ends.
+    """
+
+    request: Request
+    gamma: int
+    end: int
+    computed: int
+    new: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    want: int = 0
+    rounds: int = 0
+    drafted: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
+    accepted: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text, without drafts."""
+        return len(self.request.sequence.tokens) + len(self.new)
+
+    def tokens(self, first: int) -> list[int]:
+        """The text's tokens from place `first` on."""
+        known = self.request.sequence.tokens
+        return known[first:] + self.new[max(0, first - len(known)) :]
+
+    def accept(self, chosen: Sequence[int]) -> int:
+        """Keep the drafts that are those `chosen`, and the token after them. Returns how many drafts."""
+        kept = next((i for i, draft in enumerate(self.drafts) if draft != chosen[i]), len(self.drafts))
+        self.new += [*self.drafts[:kept], chosen[kept]]
+        self.computed += kept + 1
+        self.rounds += 1
+        for place in range(min(len(self.drafts), MOST_DRAFTS)):
+            self.drafted[place] += 1
+            self.accepted[place] += place < kept
+        if chosen[kept] < 0:  # logits that are not finite end the text
+            self.end = self.length
+        return kept
+
+
+class HeadSpeculator(Speculator):
+    """Drafts of a single stage, a head, which the host runs step by step; it proposes `gamma` tokens at once.
+
+    tokens: the target's tokens that the head proposes, by their numbers in the head; None if these are the same.
+    """
+
+    def __init__(
+        self, target: FeatureExecutor, head: FeatureExecutor, gamma: int, tokens: NDArray[np.int32] | None
+    ) -> None:
+        super().__init__(target, [DraftStage(head, gamma)])
+        self._target, self._head, self._tokens = target, head, tokens
+        self._known: dict[int, _TargetFeatures] = {}
+
+    # ---- what is known of requests ----------------------------------------------------------------
+
+    def start(self, request: Request) -> None:
+        super().start(request)
+        self._known[request.id] = self._nothing(0)
+
+    def release(self, request: Request) -> None:
+        self._known.pop(request.id, None)
+
+    def settle(self, request: Request) -> None:
+        super().settle(request)
+        first, features = self._of(request)
+        self._known[request.id] = _TargetFeatures(first, features[: max(0, request.sequence.computed - first)])
+
+    def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
+        features, at, many = self._target.features, 0, len(rows)
+        for index, (request, row) in enumerate(zip(requests, rows, strict=True)):
+            own = features[index : many * steps : many] if steps > 1 else features[at : at + len(row.tokens)]
+            at += len(row.tokens)
+            if request.sequence.pages:  # else it has ended
+                self._keep(request, row.start, own[: max(0, request.sequence.computed - row.start)])
+        self._fill([request for request in requests if request.sequence.pages], self.most_lag)
+
+    def _nothing(self, first: int) -> _TargetFeatures:
+        return _TargetFeatures(first, np.empty((0, self._target.features.shape[1]), np.float32))
+
+    def _of(self, request: Request) -> _TargetFeatures:
+        """The features that are known of a request, from the first position that the head's cache lacks."""
+        known, first = self._known[request.id], request.drafts.cached[0]
+        return known if known.first == first else self._nothing(first)
+
+    def _keep(self, request: Request, start: int, features: FloatArray) -> None:
+        """Keep the target's features of the positions from `start` on.
+
+        Positions before them that another request has computed are taken as they are in the head's cache.
+        """
+        first, known = self._of(request)
+        if not first <= start <= first + len(known):
+            request.drafts.cached[0] = first = start
+        self._known[request.id] = _TargetFeatures(first, np.concatenate([known[: start - first], features]))
+
+    # ---- steps of the head ------------------------------------------------------------------------
+
+    def _catch_up(self, requests: Sequence[Request], gammas: Sequence[int]) -> None:
+        self._fill(requests, min(self.most_lag, max(1, self.target.limits.max_outputs // len(requests))))
+
+    def _fill(self, requests: Sequence[Request], lag: int) -> None:
+        """Compute rows of the head where more than `lag` positions are known that its cache lacks; one always stays."""
+        while behind := [request for request in requests if len(self._of(request).features) > lag]:
+            rows: list[Rows] = []
+            room = at = self._head.limits.max_tokens
+            for request in behind:
+                first, known = self._of(request)
+                count = min(len(known) - 1, room)
+                if not count:
+                    continue
+                tokens = request.sequence.tokens[first + 1 : first + 1 + count]
+                self._head.given[at - room : at - room + count] = known[:count]
+                rows.append(Rows(tokens, first, request.sequence.pages, 0))
+                request.drafts.cached[0] = first + count
+                self._known[request.id] = _TargetFeatures(first + count, known[count:])
+                room -= count
+            self._head.step(rows, logits=False)
+
+    def _draft(self, texts: Sequence[_Text], choose: Choose, logits: bool) -> float:
+        """Draft `want` tokens for each text. Returns the seconds of the head's steps."""
+        started = time.perf_counter()
+        places: list[int] = []
+        pending: list[FloatArray] = []
+        for text in texts:
+            first, known = self._of(text.request)
+            if not len(known) or first + len(known) < text.computed:  # after a rewind: any features will do
+                first, known = text.computed - 1, np.zeros((1, known.shape[1]), np.float32)
+            places.append(first)
+            pending.append(known)
+            text.drafts = []
+        while active := [i for i, text in enumerate(texts) if len(text.drafts) < text.want]:
+            rows, at = [], 0
+            for i in active:
+                tokens = (texts[i].tokens(places[i] + 1) + texts[i].drafts)[-len(pending[i]) :]
+                self._head.given[at : at + len(tokens)] = pending[i]
+                rows.append(Rows(tokens, places[i], texts[i].request.sequence.pages, 1))
+                at += len(tokens)
+            chosen, found = self._head.step(rows, logits)
+            at = 0
+            for number, i in enumerate(active):
+                at += len(rows[number].tokens)
+                places[i] += len(rows[number].tokens)
+                pending[i] = self._head.features[at - 1 : at].copy()
+                token = max(chosen[number], 0)
+                token = token if self._tokens is None else int(self._tokens[token])
+                texts[i].drafts.append(choose(i, token, None if found is None else found[number]))
+        for text in texts:
+            if text.want:
+                text.request.drafts.cached[0] = text.computed
+        return time.perf_counter() - started
+
+    # ---- drafts and rounds ------------------------------------------------------------------------
+
+    def _extend(
+        self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
+    ) -> tuple[list[StageResult], Sequence[float]]:
+        texts = [
+            _Text(request, gamma, end, request.sequence.computed)
+            for request, gamma, end in zip(requests, gammas, ends, strict=True)
+        ]
+        seconds = [0.0, 0.0]
+        if not rounds:
+            for text in texts:
+                text.want = min(text.gamma, text.end - text.length)
+            seconds[1] = self._draft(texts, _greedy, False)
+            return [self._result(text, text.drafts) for text in texts], seconds
+        for _ in range(rounds):
+            active = [text for text in texts if text.length < text.end]
+            if not active:
+                break
+            for text in active:
+                text.want = min(text.gamma, text.end - text.length - 1)
+            seconds[1] += self._draft(active, _greedy, False)
+            seconds[0] += self._verify(active)
+        return [self._result(text, text.new) for text in texts], seconds
+
+    @staticmethod
+    def _result(text: _Text, tokens: list[int]) -> StageResult:
+        computed = [text.computed, text.request.drafts.cached[0]]
+        return StageResult(tokens, computed, text.rounds, text.drafted, text.accepted)
+
+    def _verify(self, texts: Sequence[_Text]) -> float:
+        """Run a step of the target over the drafts, and keep what it chooses. Returns its seconds."""
+        rows = []
+        for text in texts:
+            tokens = [*text.tokens(text.computed), *text.drafts]
+            rows.append(Rows(tokens, text.computed, text.request.sequence.pages, len(tokens)))
+        started = time.perf_counter()
+        chosen, _ = self.target.step(rows, False)
+        seconds = time.perf_counter() - started
+        at = 0
+        for text, row in zip(texts, rows, strict=True):
+            kept = text.accept(chosen[at : at + len(row.tokens)])
+            self._keep(text.request, row.start, self._target.features[at : at + kept + 1])
+            at += len(row.tokens)
+        return seconds
+
+    def draw(self, requests: Sequence[Request], gammas: Sequence[int], distributions: bool) -> list[list[int]]:
+        """As `Speculator.draw`: the host draws, over all tokens of the target, of which the head proposes some."""
+        self._catch_up(requests, gammas)
+        texts = [
+            _Text(request, gamma, 0, request.sequence.computed, want=gamma)
+            for request, gamma in zip(requests, gammas, strict=True)
+        ]
+        for request in requests:
+            request.drafts.proposed = []
+
+        def choose(index: int, token: int, logits: FloatArray | None) -> int:
+            text = texts[index]
+            assert logits is not None
+            try:
+                token, distribution = text.request.sampler.guess(self._whole(logits), text.drafts)
+            except OverflowedError:  # no token is left, or the logits are not finite: any token will do
+                distribution = np.array([token]), np.ones(1)
+            text.request.drafts.proposed.append(distribution)
+            return token
+
+        seconds = self._draft(texts, choose, True)
+        for text in texts:
+            text.request.drafts.metrics.draft_seconds += seconds
+        return [text.drafts for text in texts]
+
+    def _whole(self, logits: FloatArray) -> FloatArray:
+        """Logits of the target's vocabulary: minus infinity for tokens that the head does not propose."""
+        if self._tokens is None:
+            return logits
+        whole = np.full(self.target.limits.vocab, -np.inf, np.float32)
+        whole[self._tokens] = logits
+        return whole
+
+
+def _greedy(index: int, token: int, logits: FloatArray | None) -> int:
+    return token

@@ -1,0 +1,153 @@
+"""Draft heads change the speed and nothing else, and draft what the same head drafts in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import qcompile
+from qcompile import SamplingParams
+from qcompile.heads.model import DraftHead
+from qcompile.heads.target import HeadTarget
+from qcompile.runtime.llm import LLM
+from qcompile.runtime.options import AUTO
+from qcompile.runtime.outputs import SpeculationMetrics
+from qcompile.runtime.speculation.heads import HeadSpeculator
+from tests.conftest import MadeOnce
+from tests.support.calls import fix_calls
+from tests.support.heads import PROPOSED, SHAPE, save_head, save_target
+
+PROMPTS = ["def main(", "import os\n\n\nclass Reader:\n", "x y", "# " + "word " * 90, "for i in range(10):\n    "]
+TOKENS = 32
+DRAWN = {"temperature": 0.7, "top_p": 0.9, "seed": 5}
+PENALTIES = {"repetition_penalty": 0.3, "frequency_penalty": 0.2}
+
+
+@pytest.fixture(scope="module")
+def target(made_once: MadeOnce) -> Path:
+    return made_once("head-target", save_target)
+
+
+@pytest.fixture(scope="module")
+def head(made_once: MadeOnce, target: Path) -> Path:
+    return made_once("head", lambda path: save_head(target, path))
+
+
+@pytest.fixture(scope="module")
+def artifact(made_once: MadeOnce, target: Path, head: Path) -> Path:
+    """The target and the head without rounding, so that drafts are those of torch."""
+
+    def build(path: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("qcompile.recipes.HEAD_RECIPE", "f32")
+            patch.setattr("qcompile.passes.features.PRECISION", "f32")
+            qcompile.build(str(target), path, recipe="f32", drafts=str(head))
+
+    return made_once("head-artifact", build)
+
+
+@pytest.fixture(scope="module")
+def plain(artifact: Path) -> Iterator[LLM]:
+    with qcompile.load(artifact, threads=1, gamma=0, prefix_caching=False) as llm:
+        yield llm
+
+
+def generate(
+    llm: LLM, prompts: list[str] = PROMPTS, **options: object
+) -> tuple[list[list[int]], list[SpeculationMetrics]]:
+    """Tokens of each prompt, and what was drafted for it."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS, **options})  # type: ignore[arg-type]
+    outputs = llm.generate(prompts, params)
+    llm.engine.check()
+    assert llm.engine.pool.used == 0
+    return [o.outputs[0].token_ids for o in outputs], [o.speculation for o in outputs if o.speculation]
+
+
+def test_tokens_are_the_targets_own(artifact: Path, plain: LLM) -> None:
+    """Every gamma and auto, alone and together, drawn and with penalties; some drafts are accepted, some rejected."""
+    wanted, drawn, changed = (generate(plain, **options)[0] for options in ({}, DRAWN, PENALTIES))
+    with qcompile.load(artifact, threads=1, gamma=1) as llm:
+        assert isinstance(llm.engine.speculation.drafter, HeadSpeculator)
+        for gamma in (1, 2, 3, 4, AUTO):
+            llm.engine.speculation.gamma = gamma
+            tokens, metrics = generate(llm, PROMPTS[:3])
+            assert tokens == wanted[:3], gamma
+            if gamma in (1, 4):
+                accepted, drafted = (sum(sum(getattr(one, n)) for one in metrics) for n in ("accepted", "drafted"))
+                assert 0.1 * drafted < accepted < 0.9 * drafted
+            if gamma in (2, AUTO):
+                assert generate(llm)[0] == wanted
+                assert generate(llm, PROMPTS[:1])[0] == wanted[:1]
+            if gamma in (3, AUTO):
+                assert generate(llm, **DRAWN)[0] == drawn, gamma
+                assert generate(llm, **PENALTIES)[0] == changed, gamma
+
+
+def test_drafts_are_those_of_torch(artifact: Path, target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features come from the right layers and rows, and entries of the head's cache from the target's features.
+
+    That holds after a prompt, after rounds that rejected drafts, and after plain steps of one call.
+    """
+    made: list[tuple[list[int], list[int]]] = []
+    draft = HeadSpeculator._draft
+
+    def noted(self: HeadSpeculator, texts: Sequence[Any], *rest: Any) -> float:
+        seconds = draft(self, texts, *rest)
+        made.extend((text.tokens(0), text.drafts) for text in texts)
+        return seconds
+
+    monkeypatch.setattr(HeadSpeculator, "_draft", noted)
+    model = HeadTarget.load(target, "cpu")
+    net = DraftHead(SHAPE)
+    stored = load_file(head / "model.safetensors")
+    net.load_state_dict({name: value.float() for name, value in stored.items() if name != "d2t"})
+    with qcompile.load(artifact, threads=1, gamma=3, prefix_caching=False) as llm:
+        engine = llm.engine
+        fix_calls(engine, 2)
+        assert engine.tokenizer
+        request = engine.add(engine.tokenizer.encode(PROMPTS[1]).ids, SamplingParams(temperature=0, max_tokens=90))
+        for gamma in (3, 3, 0, 3, 0, 0, 4):
+            engine.speculation.gamma = gamma
+            engine.step()
+        engine.cancel(request)
+    assert len(made) == 6
+    for tokens, drafts in made:
+        assert drafts == torch_drafts(model, net, tokens, len(drafts))
+
+
+def torch_drafts(model: HeadTarget, net: DraftHead, tokens: list[int], depth: int) -> list[int]:
+    """What the head `net` drafts after `tokens`."""
+    features, _ = model.states(torch.tensor([tokens[:-1]]), SHAPE.layers)
+    drafts: list[int] = []
+    for step in range(depth):
+        embedded = model.embed(torch.tensor([[*tokens[1:], *drafts]]))
+        logits = list(net.unroll(features, embedded, step + 1))[-1]
+        drafts.append(int(PROPOSED[logits[0, -1].argmax()]))
+    return drafts
+
+
+def test_pages_that_requests_share(artifact: Path, plain: LLM) -> None:
+    """A request that finds the pages of another one drafts as well as that one did."""
+    wanted, _ = generate(plain, [PROMPTS[3]] * 2)
+    with qcompile.load(artifact, threads=1, gamma=3) as llm:
+        found = [generate(llm, [PROMPTS[3]]) for _ in range(2)]
+        assert [tokens for tokens, _ in found] == [wanted[:1], wanted[1:]]
+        first, second = (np.array(metrics[0].accepted) for _, metrics in found)
+        assert (first == second).all()
+
+
+def test_pages_that_are_taken_away(artifact: Path, plain: LLM) -> None:
+    """Requests that give way to others when pages run out go on with the same tokens."""
+    wanted, _ = generate(plain, max_tokens=100)
+    page = plain.engine.pool.page_tokens
+    with qcompile.load(artifact, threads=1, gamma=3, max_batch=5, prefix_caching=False) as llm:
+        llm.engine.pool.take(llm.engine.pool.free - 700 // page)
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=100))
+        assert [o.outputs[0].token_ids for o in outputs] == wanted
+        assert llm.engine.scheduler.preemptions
