@@ -1,0 +1,161 @@
+"""Adapters of requests on a GPU: bits, distance from merged weights, and what they cost a step.
+
+    python benchmarks/gpu_lora.py [--layers 4] [--recipe qserve] [--out FILE]
+
+`exact` is about a sample model with 16 adapters. `differing`: requests with other log probabilities, in any bit, alone
+than beside requests with other adapters and without. `from_merged`: the largest difference of a log probability from an
+artifact of the weights that the first adapter is merged into, over the tokens of a prompt, and `of_adapter`: the
+largest change by the adapter itself.
+
+`decode_ms` is the time of a step of Llama-3-8B's shape, cut to `--layers` layers, with random weights, by its number of
+sequences, after 1,024 tokens each: of an artifact without places for adapters, of one with places while no request has
+an adapter, and while each request has the next of 16 adapters of rank 16 on all linears but the head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import qcompile
+from benchmarks.common import RESULTS
+from benchmarks.gpu_common import facts, this_target
+from benchmarks.gpu_e2e import MODELS
+from benchmarks.gpu_ranks import CONTEXT, SAMPLES, STEPS, prompt, random_checkpoint, seconds
+
+BATCHES, RANK, ADAPTERS = (1, 16, 64), 16, 16
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logprobs": 1}
+
+
+def save_adapter(checkpoint: Path, folder: Path, seed: int, size: float) -> Path:
+    """An adapter in PEFT's format for all linears of a checkpoint but the head, with random numbers of `size`."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (the file is no mapping)
+            shape = file.get_slice(name).get_shape()
+            if name.endswith("_proj.weight"):
+                module = f"base_model.model.{name.removesuffix('.weight')}"
+                for part, sides in (("lora_A", (RANK, shape[1])), ("lora_B", (shape[0], RANK))):
+                    tensors[f"{module}.{part}.weight"] = size * torch.randn(*sides, generator=generator)
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets, "bias": "none"}
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def adapters_of(checkpoint: Path, place: Path, size: float) -> dict[str, Path]:
+    """ADAPTERS adapters by name."""
+    return {f"a{n}": save_adapter(checkpoint, place / f"a{n}", n, size) for n in range(ADAPTERS)}
+
+
+def log_probabilities(llm: Any, prompts: list[list[int]], names: list[str | None]) -> list[list[float]]:
+    """Of the greedy tokens of each request, in one batch."""
+    params = [qcompile.SamplingParams(**GREEDY, lora=name) for name in names]
+    outputs = llm.generate(prompts, params)
+    return [
+        [step[token].logprob for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)]
+        for one in outputs
+    ]
+
+
+def exactness(place: Path) -> dict[str, Any]:
+    """See the module's text."""
+    checkpoint = SAMPLES / "pycode-1m"
+    adapters = adapters_of(checkpoint, place / "adapters", 0.05)
+    how: dict[str, Any] = {"target": this_target(), "recipe": "bf16"}
+    qcompile.build(checkpoint, place / "served", **how, options={"lora.rank": str(RANK)})
+    qcompile.build(checkpoint, place / "merged", **how, lora=(str(adapters["a0"]),))
+    names = [None, *adapters] * 2
+    prompts = [[1 + (7 * at + 13 * number) % 500 for at in range(5 + 9 * number)] for number in range(len(names))]
+    text = prompts[9]
+    of_prompt: dict[str, Any] = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0}
+
+    def given(llm: Any, **more: Any) -> list[float]:
+        output = llm.generate([text], qcompile.SamplingParams(**of_prompt, **more))[0]
+        return [step[token].logprob for token, step in zip(text[1:], output.prompt_logprobs[1:], strict=True)]
+
+    with qcompile.load(place / "served", lora=adapters) as llm:
+        together = log_probabilities(llm, prompts, names)
+        alone = [log_probabilities(llm, [one], [name])[0] for one, name in zip(prompts, names, strict=True)]
+        adapted, plain = given(llm, lora="a0"), given(llm)
+    with qcompile.load(place / "merged") as llm:
+        merged = given(llm)
+    return {
+        "requests": len(names),
+        "differing": sum(a != b for a, b in zip(alone, together, strict=True)),
+        "from_merged": max(abs(a - b) for a, b in zip(adapted, merged, strict=True)),
+        "of_adapter": max(abs(a - b) for a, b in zip(adapted, plain, strict=True)),
+    }
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A loaded model, each of whose requests has the adapter in its place; None: none."""
+
+    llm: Any
+    names: tuple[str | None, ...]
+
+    def generate(self, prompts: list[list[int]], **params: Any) -> Any:
+        return self.llm.generate(prompts, [qcompile.SamplingParams(**params, lora=name) for name in self.names])
+
+
+def decode_ms(llm: Any, names: list[str]) -> dict[int, float]:
+    """Times of a step by the number of sequences; `names`: adapters that requests take in turn."""
+    result = {}
+    for batch in BATCHES:
+        prompts = [prompt(number, CONTEXT) for number in range(batch)]
+        adapted = Adapted(llm, tuple(islice(cycle(names), batch)) if names else (None,) * batch)
+        seconds(adapted, prompts, 2)  # prompts are in the cache from here on
+        both = seconds(adapted, prompts, 2), seconds(adapted, prompts, STEPS + 2)
+        result[batch] = 1000 * (both[1] - both[0]) / STEPS
+    return result
+
+
+def speed(layers: int, recipe: str, place: Path) -> dict[str, Mapping[int, float]]:
+    """See the module's text."""
+    (checkpoint := place / "model").mkdir()
+    random_checkpoint(checkpoint, MODELS["llama-3-8b"] | {"num_hidden_layers": layers, "max_position_embeddings": 4096})
+    adapters = adapters_of(checkpoint, place / "large", 0.01)
+    how: dict[str, Any] = {"target": this_target(), "recipe": recipe}
+    qcompile.build(checkpoint, place / "with", **how, options={"lora.rank": str(RANK)})
+    with qcompile.load(place / "with", lora=adapters, max_batch=max(BATCHES)) as llm:
+        rows = {"adapters": decode_ms(llm, list(adapters)), "no adapter": decode_ms(llm, [])}
+    print(json.dumps(rows), flush=True)
+    qcompile.build(checkpoint, place / "without", **how)
+    with qcompile.load(place / "without", max_batch=max(BATCHES)) as llm:
+        return {"no places": decode_ms(llm, []), **rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="qserve")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_lora.json")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {**facts(), "recipe": arguments.recipe, "layers": arguments.layers}
+    with tempfile.TemporaryDirectory() as made:
+        result["exact"] = exactness(Path(made))
+        print(json.dumps(result["exact"]), flush=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")  # also if a later run fails
+        result["decode_ms"] = speed(arguments.layers, arguments.recipe, Path(made))
+    print(json.dumps(result["decode_ms"]), flush=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
