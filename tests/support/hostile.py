@@ -23,7 +23,7 @@ from qcompile.artifact.layout import MANIFEST, canonical_json, seal
 from qcompile.artifact.reader import verify
 from qcompile.checkpoints import hub, huggingface
 from qcompile.checkpoints.checkpoint import SINGLE, Checkpoint
-from qcompile.checkpoints.configuration import read_config
+from qcompile.checkpoints.configuration import read_config, text_config
 from qcompile.checkpoints.gguf.header import KINDS as GGUF_KINDS
 from qcompile.checkpoints.gguf.header import read_header
 from qcompile.checkpoints.stored import formats
@@ -292,7 +292,7 @@ def trace(seed: int, folder: Path) -> Callable[[], Any]:
         with contextlib.suppress(QCompileError):
             config = read_config(folder)
             huggingface.build(config)
-            if getattr(config, "num_hidden_layers", 0) <= _MOST_LAYERS:
+            if getattr(text_config(config), "num_hidden_layers", 0) <= _MOST_LAYERS:
                 break
     return lambda: pipeline.plan(str(folder), recipe="w8a8", weights=False)
 
