@@ -18,9 +18,9 @@ typedef struct {               // sampling inputs: how the tokens of a sequence 
   int32_t count;               // at least 1 unless the temperature is 0
   int32_t listed;
   int32_t room;                // of `recent`; 0: neither penalties nor masks
-  int32_t reported;            // positions from `first` on whose tokens' log probabilities are wanted; may be 0
+  int32_t reported;            // positions from `first` on for which log probabilities are reported; may be 0
   int32_t alternatives;        // 0 .. vocabulary
-  int32_t known;               // positions before `first` whose next tokens' log probabilities are wanted; may be 0
+  int32_t known;               // positions before `first` for which those of the next tokens are reported; may be 0
   int32_t biased;              // 0: no biases
   double repetition;           // divides positive logits of the tokens so far, and multiplies the others; 0: no penalties
   double frequency;            // subtracted for each time that a token was generated
@@ -39,7 +39,7 @@ typedef struct {               // sampling inputs: how the tokens of a sequence 
 typedef struct {               // one batch of rows for a step
   int32_t tokens;              // M, 1 .. max_tokens
   int32_t sequences;           // S
-  int32_t outputs;             // R rows whose logits are wanted; may be 0
+  int32_t outputs;             // R rows with requested logits; may be 0
   int32_t block_stride;        // entries in a row of block_table
   const int32_t* token_ids;    // [M]
   const int32_t* positions;    // [M]
@@ -65,7 +65,7 @@ typedef struct {
   int32_t threads;             // >= 1, including the calling thread
   int32_t max_tokens;
   int32_t max_outputs;
-  void* thread_pool;           // qc_thread_pool of another open model whose threads to share; null: start own threads
+  void* thread_pool;           // qc_thread_pool of another open model, to share its threads; null: start own threads
   void* states;                // [slot][numbers of a slot] f32, 64-byte aligned; null if the model has none
   int64_t state_slots;
 } qc_config;

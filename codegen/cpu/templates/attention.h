@@ -404,7 +404,8 @@ QC_INLINE int tile_rows(const AttentionArgs& a, int kv_heads, int threads, int m
   }
 }
 
-// The same for latents, whose tiles take about as long as they have rows: a multiple of as many tiles as threads.
+// The same for latents. The time of a tile is about proportional to its rows, so tiles are as equal as possible, and
+// their number is a multiple of the number of threads.
 QC_INLINE int latent_tile_rows(const AttentionArgs& a, int threads, int most) {
   const int rows = max_rows(a, a.heads), waves = (rows + threads * most - 1) / (threads * most);
   return ((rows + threads * waves - 1) / (threads * waves) + 7) / 8 * 8;

@@ -410,7 +410,7 @@ struct Stripes {
   int limit(int page) const { return last - page * kPage < kPage ? last - page * kPage + 1 : kPage; }
   bool attends(Step x) const { return last_slot(x) >= 0 && s.first[x.first] < (x.page + 1) * kPage; }
 
-  // Moves x to the next step, itself included, whose rows attend to some of its page; false if there is none.
+  // Moves x to the next step, itself included, with rows that attend to its page; false if there is none.
   bool find(Step& x) const {
     for (;; x.first += kStripe) {
       if (x.first >= rows) ++x.page, x.first = 0;

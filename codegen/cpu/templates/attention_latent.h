@@ -1,8 +1,8 @@
-// attention_latent.h: attention whose values are features of the keys, for all query heads of a single key head
+// attention_latent.h: attention with features of the keys as values, for all query heads of a single key head
 // (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1: multi-head latent attention).
 //
-// A page is widened to float once for all rows of a tile, [dim][position]. It is then the right operand of scores, whose
-// lanes are positions, and the left operand of p v, whose lanes are rows. So neither product needs it transposed.
+// A page is widened to float once for all rows of a tile, [dim][position]. It is then the right operand of scores (lanes
+// are positions) and the left operand of p v (lanes are rows). So neither product needs it transposed.
 //
 // Exactness. As in attention.h: every score is a chain of multiply-adds over features in order, every sum of values one
 // over a page's positions in order, and pages are merged in order. A row's lane has no influence on its bits.

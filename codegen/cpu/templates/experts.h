@@ -2,7 +2,7 @@
 // tokens that chose it.
 //
 // Exactness. Every result row depends on its own token alone: experts are chosen per token, an expert's rows go through
-// the GEMM, whose rows are independent of each other, and a token's slots are summed in the order of its choice.
+// the GEMM, which computes each row by itself, and a token's slots are summed in the order of its choice.
 //
 // Expert indices are int32 [tokens][stride], stored in a float buffer. The slots of a value are adjacent:
 // [tokens][k * width].

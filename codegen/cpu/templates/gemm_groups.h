@@ -4,7 +4,7 @@
 // have such weights.
 #pragma once
 
-// Nibbles whose group's zero point the rule subtracts.
+// Nibbles; the rule subtracts the zero point of their group.
 struct GroupNibbles : NibbleCodes {};
 
 // A group has `Chunks` chunks of 32 inputs.

@@ -1,4 +1,4 @@
-// gemm_int.h: formats whose products are int8 dot products. Sums are exact in int32 within a group of inputs. The float
+// gemm_int.h: formats with int8 dot products. Sums are exact in int32 within a group of inputs. The float
 // operations that follow run in group order, each an addition or a fused multiply-add, so the result has the same bits
 // on every ISA and for every number of tokens.
 #pragma once

@@ -26,7 +26,7 @@ QC_INLINE F16 nv_vector(f32x16 v) {
   return f_load(out);
 }
 
-// int8 activations. Sums are exact in int32 within a group, whose float operations run in group order.
+// int8 activations. Sums are exact in int32 within a group; float operations run in the order of groups.
 template <bool X128>
 struct Nvfp4 {
   using X = Q8Act;

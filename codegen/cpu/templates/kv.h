@@ -18,7 +18,7 @@
 
 enum KvFormat { kLatent32 = -4, kLatent16, kLatent8, kLatent4, kKv32, kKv16, kKv8, kKv4, kKvHier, kKvHier4 };  // kKvHier4: kKvHier, upper nibbles only
 constexpr int kPage = 64;
-constexpr int kHierGroup = 128;              // positions whose keys share scales
+constexpr int kHierGroup = 128;              // positions with keys that share scales
 constexpr int kRingPages = 3 * kHierGroup / kPage;  // kKvHier: pages in the ring, two table entries each
 
 constexpr int kLatentGroup = 64;             // features of a latent that share a scale
@@ -101,7 +101,7 @@ QC_INLINE void kv_quantize(const float* x, int dp, float levels, uint8_t* codes,
   *zero = z;
 }
 
-// Writes keys k ([dp], zero-padded) whose features are also values into slot `slot` of a block.
+// Writes a latent key k ([dp], zero-padded), which is a value too, into slot `slot` of a block.
 template <KvFormat F>
 QC_INLINE void latent_append(const KvBlock& block, int slot, const float* k, int dp) {
   if constexpr (F == kLatent32) {

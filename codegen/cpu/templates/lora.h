@@ -157,8 +157,8 @@ static void lora_expand(const LoraTable& table, int site, const qc_batch& b, Ran
   });
 }
 
-// out[t] = act(gate) * up, of rows of x whose 16-column blocks alternate gate and up: in every bit what GEMMs with a
-// gate compute, which add an offset of 0 to up (that makes -0 a 0).
+// out[t] = act(gate) * up, where gate and up are alternate 16-column blocks of a row of x. The bits are those of GEMMs
+// with a gate, which add an offset of 0 to up (that makes -0 a 0).
 template <UnaryKind kind>
 QC_NOINLINE void gate_rows(Range rows, const float* x, int stride, int width, float* out) {
   const int kp = gemm_kp(width);

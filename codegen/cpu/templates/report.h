@@ -2,8 +2,8 @@
 #pragma once
 #include "sample.h"
 
-// Writes report number `place`, that of `token`, chosen or known, whose logits before any option are
-// x [n], none of which is NaN: the largest of them, the sum of exp(x - largest), the token's logit, its rank from 1, the
+// Writes report number `place`, that of `token`, chosen or known. x [n] are the logits before any option is applied,
+// none of them NaN. A report has the largest logit, the sum of exp(x - largest), the token's logit, its rank from 1, the
 // largest logits in falling order, and their tokens, of equal logits the lowest first.
 static inline void report(Sampler& sampler, const float* x, int32_t token, const qc_sampling& d, int place) {
   const int n = sampler.n, most = d.alternatives;

@@ -6,7 +6,7 @@
 
 #include "vec.h"
 
-// Precedes a loop of at most 32 iterations whose arrays must live in registers.
+// Precedes a loop of at most 32 iterations with arrays that must live in registers.
 #define QC_UNROLL _Pragma("GCC unroll 32")
 
 struct I16 {

@@ -1,4 +1,4 @@
-// state.h: recurrent states. Each sequence has a slot, whose layout is that of qcompile/formats/states.py:
+// state.h: recurrent states. Each sequence has a slot, with the layout of qcompile/formats/states.py:
 //
 //   convolution  ring [W - 1 + kLog][F] of its newest raw inputs, position p in entry p % (W - 1 + kLog)
 //   recurrence   base [H * D], state [H][K][D], logs of keys [kLog][Hk * K], of updates [kLog][H * D] and of decay
@@ -253,7 +253,7 @@ struct RecurrenceTile {
   const float* of_head(const float* keys) const { return keys + (int64_t)(head / (a.heads / a.key_heads)) * a.key_dim; }
   bool has_factors() const { return a.by_key || a.rates_by_key; }
 
-  // Factors exp(decay * rates) of a token, whose decay is given.
+  // Factors exp(decay * rates) of a token, for its decay.
   void fade(const float* decay) {
     const float* d = decay + (int64_t)head * (a.by_key ? a.key_dim : 1);
     const float* r = a.rates ? a.rates + (int64_t)head * (a.rates_by_key ? a.key_dim : 1) : nullptr;
