@@ -105,7 +105,7 @@ def exactness(place: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A loaded model, each of whose requests has the adapter in its place; None: none."""
+    """A loaded model. Request i has the adapter `names[i]`; None: no adapter."""
 
     llm: Any
     names: tuple[str | None, ...]
