@@ -159,6 +159,7 @@ class HeadSpeculator(Speculator):
         places: list[int] = []
         pending: list[FloatArray] = []
         for text in texts:
+            text.want *= text.computed > 0  # the first row of the head needs features of the target
             first, known = self._of(text.request)
             if not len(known) or first + len(known) < text.computed:  # after a rewind: any features will do
                 first, known = text.computed - 1, np.zeros((1, known.shape[1]), np.float32)
