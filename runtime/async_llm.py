@@ -75,13 +75,19 @@ class AsyncLLM:
         return AsyncOutputs(lambda partial: self._run(lambda: self._conversed(messages, params, options), partial))
 
     async def embed(
-        self, texts: Prompts, *, pooling: Pooling = "last", normalize: bool = True, dimensions: int | None = None
+        self,
+        texts: Prompts,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        lora: str | None = None,
     ) -> FloatArray:
         """Embeddings of one text or several, float32 [texts, dimensions], as `LLM.embed` gives them.
 
         Other requests run between two texts.
         """
-        how = EmbeddingOptions(pooling, normalize, dimensions)
+        how = EmbeddingOptions(pooling, normalize, dimensions, lora)
         alone = SamplingParams(max_tokens=0, prompt_logprobs=0)
         listed, engine = as_list(texts), self.llm.engine
         tokens = await asyncio.to_thread(lambda: [self.llm.encode(text, params=alone) for text in listed])

@@ -23,7 +23,7 @@ class PoolingEngine(Protocol):
 
     executor: StepExecutor
 
-    def pooled(self, texts: Sequence[Sequence[int]], pooling: Pooling) -> FloatArray: ...
+    def pooled(self, texts: Sequence[Sequence[int]], pooling: Pooling, adapter: str | None) -> FloatArray: ...
 
 
 def hidden_states(executor: StepExecutor) -> HiddenStates:
@@ -35,11 +35,15 @@ def hidden_states(executor: StepExecutor) -> HiddenStates:
 
 @dataclass(frozen=True)
 class EmbeddingOptions:
-    """How embeddings are made of hidden states, see `LLM.embed`. Raises UsageError for values of other kinds."""
+    """How embeddings are made of hidden states, see `LLM.embed`. `lora`: the adapter that computes these.
+
+    Raises UsageError for values of other kinds.
+    """
 
     pooling: Pooling = "last"
     normalize: bool = True
     dimensions: int | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
@@ -59,7 +63,7 @@ class EmbeddingOptions:
     def embeddings(self, engine: PoolingEngine, texts: Sequence[Sequence[int]]) -> FloatArray:
         """Embeddings [texts, dimensions] of texts (tokens). Raises OverflowedError where numbers are not finite."""
         self.check(engine)
-        pooled = engine.pooled(texts, self.pooling)[:, : self.dimensions]
+        pooled = engine.pooled(texts, self.pooling, self.lora)[:, : self.dimensions]
         if not np.isfinite(pooled).all():
             raise OverflowedError
         if self.normalize:

@@ -70,12 +70,7 @@ class LLM:
         self.executor, self.manifest, self.tokenizer = executor, manifest, tokenizer
         self.vocab_size: int = executor.limits.vocab
         self.bos_token_id: int | None = model.get("bos_token_id")
-        limits = executor.limits
-        total = executor.kv_pages
-        if executor.state_slots and (not executor.copies or limits.ring_tokens):
-            remember = 0  # the states after a cached page are not kept
-        pool = BlockPool(total, limits.page_tokens, limits.ring_tokens, total if remember is None else remember)
-        self.engine = Engine(executor, pool, tokenizer, model["eos_token_ids"], max_batch, drafter)
+        self.engine = Engine(executor, _pool(executor, remember), tokenizer, model["eos_token_ids"], max_batch, drafter)
         self.template: Render | None = None
         """The chat template, if the artifact has one."""
         self._prompts = PromptReader(self.engine)
@@ -304,15 +299,21 @@ class LLM:
         return result
 
     def embed(
-        self, texts: Prompts, *, pooling: Pooling = "last", normalize: bool = True, dimensions: int | None = None
+        self,
+        texts: Prompts,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        lora: str | None = None,
     ) -> FloatArray:
         """Embeddings of one text or several (texts or token numbers): float32 [texts, dimensions].
 
         An embedding is the final hidden state of a text's last token, or with pooling "mean" the mean of those of all
         its tokens. dimensions: how many of its numbers to keep; None for all. normalize: makes its length 1, after
-        that. Raises UsageError, and UnsupportedError if the artifact gives no hidden states (on a GPU).
+        that. lora: the adapter. Raises UsageError, and UnsupportedError if the artifact gives no hidden states.
         """
-        how = EmbeddingOptions(pooling, normalize, dimensions)
+        how = EmbeddingOptions(pooling, normalize, dimensions, lora)
         alone = SamplingParams(max_tokens=0, prompt_logprobs=0)
         tokens = [self.encode(text, params=alone) for text in as_list(texts)]
         with self._shared.exclusive():
@@ -344,6 +345,14 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _pool(executor: StepExecutor, remember: int | None) -> BlockPool:
+    """The pages of an executor's cache; at most `remember` free ones keep their text for reuse, None for all."""
+    limits, total = executor.limits, executor.kv_pages
+    if executor.state_slots and (not executor.copies or limits.ring_tokens):
+        remember = 0  # the states after a cached page are not kept
+    return BlockPool(total, limits.page_tokens, limits.ring_tokens, total if remember is None else remember)
 
 
 def _close_all(target: StepExecutor, drafter: Drafter | None) -> None:

@@ -7,6 +7,7 @@ order of ranks, whatever rows share the step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
@@ -37,7 +38,7 @@ class ShrinkSpec:
     scales: int = 0
     group: int = 0
 
-    RANKS, PART = 4, 1024
+    RANKS, PART = 4, 2048
     """Ranks of a program, and inputs that it multiplies at once."""
 
     @property
@@ -53,7 +54,9 @@ class ShrinkSpec:
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
         arguments = [Argument("x", _TYPES[self.x])] + [Argument("x_scale", "*fp32")] * (self.x == "q8")
-        return _kernel("lora_shrink", self, (*arguments, *_FOUND, Argument("out", "*fp32")), self.factors, capability)
+        arguments += [*_FOUND, Argument("out", "*fp32")]
+        warps = max(1, self.part // 256)  # each thread has 8 inputs: 16 bytes of a row of A
+        return _kernel("lora_shrink", self, arguments, self.factors, capability, warps)
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,13 @@ class ExpandSpec:
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        arguments = (Argument("x", "*fp32"), *_FOUND, Argument("M", "i32"), Argument("out", "*fp32"))
-        return _kernel("lora_expand", self, arguments, self.factors, capability)
+        arguments = [Argument("x", "*fp32"), *_FOUND, Argument("M", "i32"), Argument("out", "*fp32")]
+        return _kernel("lora_expand", self, arguments, self.factors, capability, 4)
 
 
 def _kernel(
-    name: str, spec: ShrinkSpec | ExpandSpec, arguments: tuple[Argument, ...], factors: str, capability: int
+    name: str, spec: ShrinkSpec | ExpandSpec, arguments: Sequence[Argument], factors: str, capability: int, warps: int
 ) -> Kernel:
     pdl = has_pdl(capability)
     values = {"spec": spec, "name": name, "arguments": arguments, "pdl": pdl, "factors": _FACTORS[factors]}
-    return Kernel(name, render_template(f"{name}.py.jinja", **values), arguments, 4, 1, pdl)
+    return Kernel(name, render_template(f"{name}.py.jinja", **values), tuple(arguments), warps, 1, pdl)

@@ -238,7 +238,8 @@ class Engine:
         self._finish_pending()
         yield from sequence_logits(self.executor, self.scheduler, sequences, chunk, adapter)
 
-    def pooled(self, texts: Sequence[Sequence[int]], pooling: Pooling) -> FloatArray:
-        """Pooled hidden states of texts, float32 [texts, width]: see `pooled_states`."""
+    def pooled(self, texts: Sequence[Sequence[int]], pooling: Pooling, adapter: str | None = None) -> FloatArray:
+        """Pooled hidden states of texts, float32 [texts, width]: see `pooled_states`. UsageError: no such adapter."""
+        self._check_adapter(adapter)
         self._finish_pending()
-        return pooled_states(self.executor, self.scheduler, texts, pooling)
+        return pooled_states(self.executor, self.scheduler, texts, pooling, adapter)

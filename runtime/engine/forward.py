@@ -81,9 +81,13 @@ def places(
 
 
 def pooled_states(
-    executor: StepExecutor, scheduler: Scheduler, texts: Sequence[Sequence[int]], pooling: Pooling
+    executor: StepExecutor,
+    scheduler: Scheduler,
+    texts: Sequence[Sequence[int]],
+    pooling: Pooling,
+    adapter: str | None = None,
 ) -> FloatArray:
-    """Pooled hidden states of texts (tokens, at least one each), float32 [texts, width].
+    """Pooled hidden states of texts (tokens, at least one each), float32 [texts, width], all with `adapter`.
 
     A text's bits depend neither on the other texts nor on how it is divided into steps: means add rows in their order.
     The texts take pages and slots of their own, see `places`. No step may be pending. Raises UnsupportedError if the
@@ -92,7 +96,7 @@ def pooled_states(
     hidden = hidden_states(executor)
     pooled: FloatArray = np.empty((len(texts), hidden.width), np.float32)
     for group in _groups(executor, scheduler, texts):
-        with places(executor, scheduler, [len(texts[index]) for index in group]) as held:
+        with places(executor, scheduler, [len(texts[index]) for index in group], adapter) as held:
             if len(group) == 1:
                 pooled[group[0]] = _long(executor, hidden, texts[group[0]], *held[0], pooling)
                 continue

@@ -76,9 +76,8 @@ class EmbeddingsRoute:
     async def embed(self, asked: EmbeddingsRequest, request: Request) -> Response:
         """Embeddings of one text or several."""
         self._asker.check_model(asked.model)
-        if asked.model in self._asker.adapters:
-            raise UsageError(f"adapter {asked.model} gives no embeddings, only {self._asker.name} does")
-        how = EmbeddingOptions(asked.pooling, asked.normalize, asked.dimensions)
+        adapter = asked.model if asked.model in self._asker.adapters else None
+        how = EmbeddingOptions(asked.pooling, asked.normalize, asked.dimensions, adapter)
         how.check(self._engine)
         # A prompt alone: no token has to fit behind it.
         alone = SamplingParams(max_tokens=0, prompt_logprobs=0, truncate_prompt_tokens=asked.truncate_prompt_tokens)
@@ -93,7 +92,7 @@ class EmbeddingsRoute:
         count = sum(map(len, tokens))
         self._asker.metrics.embedded(len(tokens), count)
         usage = {"prompt_tokens": count, "total_tokens": count}
-        return JSONResponse({"object": "list", "data": data, "model": self._asker.name, "usage": usage})
+        return JSONResponse({"object": "list", "data": data, "model": self._asker.named(asked.model), "usage": usage})
 
     async def _embeddings(self, how: EmbeddingOptions, texts: Sequence[list[int]]) -> list[FloatArray]:
         """The embeddings of texts, as many at a time as a step has rows for: other requests run in between."""

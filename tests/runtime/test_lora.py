@@ -133,6 +133,10 @@ def test_quantized_rows(odd: Path, tmp_path: Path, recipe: str, target: str) -> 
         assert (got - want).norm() < 0.3 * (plain - want).norm()
         assert torch.equal(llm.logits(IDS, 2, lora="all"), got)
         tokens = [each for each, _ in outputs(llm, PROMPTS, ["all", None] * 3)]
+        embedded, without = llm.embed(["x = 1", "y"], lora="all"), llm.embed(["x = 1", "y"])
+        assert (embedded[1] == llm.embed("y", lora="all")[0]).all() and not (embedded == without).any()
+        with pytest.raises(QCompileError, match="there is no adapter 'other'"):
+            llm.embed("y", lora="other")
     if recipe == "nested":
         with qcompile.load(tmp_path / "out", threads=1, gamma=3, lora={"all": odd / "all"}) as llm:
             assert [each for each, _ in outputs(llm, PROMPTS, ["all", None] * 3)] == tokens

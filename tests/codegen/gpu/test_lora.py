@@ -205,11 +205,15 @@ def interpret_server() -> None:
         outputs = [output.outputs[0] for output in llm.generate([prompt] * 3, params)]
         found.append([(each.token_ids, each.cumulative_logprob) for each in outputs])
     assert found[0] == found[1] and len({total for _, total in found[0]}) == 3
+    vectors: list[Any] = []
     with serving(llm) as client:
         for name, (_, total) in zip(SERVED, found[0], strict=True):
             answer = client.complete("w<w<w", **GREEDY, logprobs=1, model=name or "tiny")
             assert sum(answer["choices"][0]["logprobs"]["token_logprobs"]) == pytest.approx(total, abs=1e-4)
-            assert answer["model"] == (name or "tiny")
+            embedded = client.ask("/v1/embeddings", {"input": "w<", "model": name or "tiny"})[1]
+            assert answer["model"] == embedded["model"] == (name or "tiny")
+            vectors.append(tuple(embedded["data"][0]["embedding"]))
+        assert len(set(vectors)) == 3
         assert [one["id"] for one in client.ask("/v1/models")[1]["data"]] == ["tiny", "all", "some"]
 
 
