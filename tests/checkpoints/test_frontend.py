@@ -238,9 +238,9 @@ REFUSED: dict[str, tuple[Edit, type[QCompileError], str]] = {
         "model type mine is unknown to transformers and wants its own code run",
     ),
     "quantized": (
-        config(quantization_config={"quant_method": "hqq", "bits": 4}),
+        config(quantization_config={"quant_method": "quip", "bits": 4}),
         UnsupportedError,
-        r"already quantized \(hqq\)",
+        r"already quantized \(quip\)",
     ),
     "encoder": (
         config(model_type="bert", architectures=["BertForMaskedLM"]),

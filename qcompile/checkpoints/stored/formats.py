@@ -8,7 +8,7 @@ the power of two that the recipe chooses for the group.
 - `fp8`: see fp8.py; `modelopt`: see modelopt.py.
 - `mxfp4` (gpt-oss): NAME_blocks uint8 [experts, outputs, groups, 16], the earlier of two inputs in the low half, and
   NAME_scales, E8M0 [experts, outputs, groups]; together NAME [experts, inputs, outputs].
-- `awq`, `gptq`, `compressed-tensors`, `bitsandbytes` and `torchao`: see the files of these names.
+- `awq`, `gptq`, `compressed-tensors`, `bitsandbytes`, `torchao` and `hqq`: see the files of these names.
 - `gguf`: the folder of a GGUF file, see checkpoints/gguf.
 """
 
@@ -31,6 +31,7 @@ from qcompile.checkpoints.stored.compressed import compressed_tensors
 from qcompile.checkpoints.stored.fp8 import BLOCK_FACTORS, FACTOR, find_fp8, fp8
 from qcompile.checkpoints.stored.gptq import gptq
 from qcompile.checkpoints.stored.groups import Find
+from qcompile.checkpoints.stored.hqq import hqq
 from qcompile.checkpoints.stored.modelopt import modelopt
 from qcompile.checkpoints.stored.torchao import torchao
 from qcompile.errors import UnsupportedError, UsageError
@@ -124,5 +125,6 @@ _READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "compressed-tensors": compressed_tensors,
     "bitsandbytes": bitsandbytes,
     "torchao": torchao,
+    "hqq": hqq,
     METHOD: lambda quantization: lambda checkpoint: None,
 }

@@ -166,7 +166,7 @@ def test_a_kept_trace_reads_the_same_weights(tmp_path: Path, monkeypatch: pytest
 FP8, MXFP4 = {"quant_method": "fp8", "weight_block_size": [48, 24]}, {"quant_method": "mxfp4"}
 UP, EXPERTS = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.experts.down_proj"
 REFUSED: dict[str, tuple[Any, Callable[[Tensors], object], type[QCompileError], str]] = {
-    "another method": ({"quant_method": "hqq"}, lambda t: None, UnsupportedError, r"already quantized \(hqq\)"),
+    "another method": ({"quant_method": "quip"}, lambda t: None, UnsupportedError, r"already quantized \(quip\)"),
     "no method": ({"bits": 4}, lambda t: None, UnsupportedError, r"already quantized \(unknown\)"),
     "no object": (["fp8"], lambda t: None, UnsupportedError, "already quantized"),
     "an empty object": ({}, lambda t: None, UnsupportedError, r"already quantized \(unknown\)"),
