@@ -23,22 +23,24 @@ SAMPLE = Path(__file__).parents[1] / "samples" / "pycode-1m"
 GOLDEN = Path(__file__).parent / "golden"
 KERNELS = Path(__file__).parents[1] / "codegen" / "cpu" / "templates"
 SLOWEST = """
-codegen/cpu/test_step codegen/cpu/test_gemm passes/test_exact cli/test_app passes/raising/test_families
-codegen/gpu/test_prompts test_every_recipe runtime/speculation/test_speculation passes/raising/test_experts
-test_variations codegen/gpu/test_step checkpoints/test_frontend checkpoints/stored/test_groups
-passes/raising/test_raise codegen/gpu/test_penalties checkpoints/test_multimodal artifact/test_export
-codegen/cpu/test_hier_cache codegen/gpu/test_sample test_calibrated_families codegen/gpu/test_split_k
-codegen/gpu/test_report checkpoints/test_modules checkpoints/test_own_models checkpoints/test_adapters
-runtime/engine/test_engine test_recipes codegen/test_recipes codegen/gpu/test_attention runtime/engine/test_batches
-codegen/gpu/test_speculation checkpoints/test_families codegen/gpu/test_gemm
+codegen/cpu/test_step test_every_recipe codegen/cpu/test_gemm passes/raising/test_families codegen/gpu/test_prompts
+runtime/speculation/test_speculation cli/test_app passes/raising/test_experts artifact/test_export
+codegen/gpu/test_step runtime/sampling/test_prompt_logprobs_kernels runtime/test_states checkpoints/test_multimodal
+codegen/gpu/test_attention checkpoints/test_frontend checkpoints/test_own_models checkpoints/test_traces
+codegen/gpu/test_speculation test_calibrated_families report/test_report codegen/gpu/test_latent
+passes/raising/test_token_loops codegen/gpu/test_gluon test_variations runtime/engine/test_prefixes
+runtime/speculation/test_quantspec codegen/cpu/test_hier_cache codegen/cpu/test_experts passes/test_latent
+runtime/test_prompt_embeds checkpoints/stored/test_groups passes/calibration/test_calibrate codegen/gpu/test_experts
+checkpoints/test_families codegen/gpu/test_sample codegen/gpu/test_scores passes/test_exact
+passes/raising/test_recurrent passes/raising/test_scaled passes/raising/test_raise passes/test_center_keys
 """
 """Files that take more than 20 s, the slowest first."""
 AS_BUILT = re.compile(
     r"tests/codegen/cpu/(test_attention\.py|test_gemm\.py|test_state_kernels\.py|"
-    r"test_step\.py::test_\w+\[(\d-)?(f32|bf16|w4a8|qoq)\])"
+    r"test_step\.py::test_\w+\[(\d-)?(bf16|w4a8)\])"
 )
-"""Tests of what the optimizer makes of the CPU kernels: each kernel alone, and whole steps by each kind of product and
-of cache."""
+"""Tests of what the optimizer makes of the CPU kernels: each kernel alone, and whole steps by products of floats and of
+integers."""
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 

@@ -28,7 +28,6 @@ PAIRS = [(family, recipe) for family in FAMILIES for recipe in ("qserve", "mixll
 FIRST = (
     ("qwen3", "qserve"),
     ("phi", "mixllm"),
-    ("mixtral", "mixllm"),
 )
 KINDS = {name: (kind, settings) for name, kind, settings in family_list.FAMILIES}
 

@@ -24,7 +24,7 @@ BUILT = (
 KINDS = {name: (kind, settings) for name, kind, settings in family_list.FAMILIES}
 
 
-FIRST = ("llama, odd vocabulary and widths", "gpt_oss", "deepseek_v3", "apertus")
+FIRST = ("llama, odd vocabulary and widths", "gpt_oss", "deepseek_v3")
 """Others use kernels that tests of their own try, and tests of raising have their graphs."""
 
 

@@ -40,9 +40,7 @@ KINDS = (
 
 
 # Of the others the decoder is one of these, or a plain one.
-@pytest.mark.parametrize(
-    "kind", first(("gemma3", "qwen2_vl", "qwen3_vl", "glm4v", "llava_onevision", "kimi_k25", "mllama"), KINDS)
-)
+@pytest.mark.parametrize("kind", first(("gemma3", "qwen3_vl", "kimi_k25", "mllama"), KINDS))
 def test_decoder_equals_the_model(kind: str, tmp_path: Path) -> None:
     layers = 4 if kind == "mllama" else 2  # its fourth is the first of cross attention
     with families.quiet():

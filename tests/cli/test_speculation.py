@@ -25,7 +25,12 @@ def code_of(*arguments: object) -> int:
     return int(exit.value.code or 0)
 
 
-def test_from_build_to_run(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_build_to_run(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qcompile.cli.tune.REPEATS", 1)
+    monkeypatch.setattr("qcompile.cli.tune.MOST_REPEATS", 1)  # else it measures for seconds
+
     def json_of(*arguments: object) -> Any:
         assert code_of(*arguments, "--json") == 0, capsys.readouterr().err
         return json.loads(capsys.readouterr().out)

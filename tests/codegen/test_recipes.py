@@ -61,8 +61,8 @@ def test_values_narrower_than_keys_run(recipe: str, tmp_path: Path) -> None:
     "shape",
     [
         {"head_norm": "heads"},
-        {"head_norm": "whole", "bias": "q"},
-        {"act": "gelu_tanh"},
+        pytest.param({"head_norm": "whole", "bias": "q"}, marks=pytest.mark.exhaustive),
+        pytest.param({"act": "gelu_tanh"}, marks=pytest.mark.exhaustive),
         {"rotary": False, "act": "relu"},
     ],
     ids=str,

@@ -75,7 +75,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.arange(31).expand(2, 31)
 
 
-@pytest.mark.parametrize("kind", first(("llama", "qwen3", "phi", "gpt2", "nemotron", "mixtral", "gemma2"), FAMILIES))
+@pytest.mark.parametrize("kind", first(("llama", "phi", "gpt2", "mixtral", "gemma2"), FAMILIES))
 def test_logits_stay(kind: str) -> None:
     before = raised(kind)
     for passes in (*((one,) for one in ALONE), *TOGETHER):
@@ -87,7 +87,7 @@ def test_logits_stay(kind: str) -> None:
         assert check.equivalent(after, before, inputs()) < EXACT, passes
 
 
-@pytest.mark.parametrize("kind", first(("llama", "qwen3", "phi", "gpt2", "nemotron", "mixtral"), ROTATED))
+@pytest.mark.parametrize("kind", first(("llama", "phi", "gpt2", "mixtral"), ROTATED))
 def test_the_whole_stream_turns(kind: str) -> None:
     folded = apply(FoldNorms(), raised(kind)).graph
     (stream,) = dataflow.residual_streams(folded)

@@ -160,8 +160,8 @@ SCORED: dict[str, Any] = {"window": 30, "softcap": 2.0, "more_scores": True}
         pytest.param("f32", "kv32", {}, marks=pytest.mark.exhaustive),
         pytest.param("w4a8", "kv16", {}, marks=pytest.mark.exhaustive),
         ("w4a8", "kv8", ODD),
-        ("w4a8", "kv4", {}),
-        ("f32", "kv32", ODD | SCORED),
+        pytest.param("w4a8", "kv4", {}, marks=pytest.mark.exhaustive),
+        pytest.param("f32", "kv32", ODD | SCORED, marks=pytest.mark.exhaustive),
         ("f32", "kv32", {"heads": 36} | SCORED),
     ],
 )

@@ -84,7 +84,7 @@ def test_merge_leaves_a_gate_that_others_read() -> None:
 
 @pytest.mark.parametrize("format", sorted(set(STORED_FORMATS) - {"f32", "bf16", "mix_4_8"}))
 def test_quantize_computes_with_rounded_weights_and_activations(format: str) -> None:
-    before = through(decoder(), AssignPrecision(format, "int8", format, "int8"))
+    before = through(decoder(layers=1), AssignPrecision(format, "int8", format, "int8"))
     after = through(before, Quantize())
     assert not after.calls("linear")
     inputs = sequence_inputs()

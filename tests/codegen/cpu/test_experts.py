@@ -80,7 +80,7 @@ def decoder(
 @pytest.mark.parametrize(
     ("recipe", "gates"),
     [
-        *first((("f32", {}), ("w4a8", {}), ("nested", {}), ("w4a4-g128", {})), [(recipe, {}) for recipe in TOLERANCE]),
+        *first((("f32", {}), ("nested", {}), ("w4a4-g128", {})), [(recipe, {}) for recipe in TOLERANCE]),
         ("f32", {"clamped": False, "slots": 1}),
         pytest.param("w4a8", {"clamped": False}, marks=pytest.mark.exhaustive),
         ("w4a8", {"clamped": False, "limit": 0.5, "slots": 1}),

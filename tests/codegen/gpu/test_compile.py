@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qcompile import pipeline
 from qcompile.artifact.reader import read_manifest, verify
+from qcompile.codegen.gpu.compile import Compiled, compile_all
+from qcompile.codegen.gpu.kernel import Kernel
 from tests.codegen.gpu.test_step import SHAPE
+from tests.support.cases import first
 from tests.support.graphs import decoder
 from tests.support.interpreted import needs_triton
 
@@ -49,8 +53,18 @@ def test_the_same_kernel_is_the_same_bytes_and_nothing_is_left_behind(tmp_path: 
     assert left["tmp"] == [] and len(left["cache"]) == 1
 
 
-def test_an_artifact_for_a_gpu_is_built_without_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", first((3,), (3, 1000)))
+def test_an_artifact_for_a_gpu_is_built_without_one(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `count` kernels that are compiled: in place of the others stands one of these."""
     needs_triton()
+
+    def compile_some(kernels: list[Kernel], *rest: Any) -> dict[str, Compiled]:
+        done = compile_all(kernels[:count], *rest)
+        return {kernel.label: done.get(kernel.label, done[kernels[0].label]) for kernel in kernels}
+
+    monkeypatch.setattr("qcompile.codegen.gpu.build.compile_all", compile_some)
     graph = decoder(**{**SHAPE, "layers": 1})
     report = pipeline.build(graph, tmp_path / "a", target="a100", recipe="qserve-channel")
     assert verify(report.path) == []

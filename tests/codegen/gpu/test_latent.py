@@ -38,14 +38,13 @@ def lowered(recipe: str, format: str, **shape: Any) -> tuple[Any, Any, dict[str,
     return gpu_program(latent(**sizes), recipe, {"cache.format": format})
 
 
-def interpret_steps(recipe: str, format: str, **shape: Any) -> None:
+def interpret_steps(recipe: str, format: str, length: int = 100, **shape: Any) -> None:
     """A long text as the reference has it; its rows in any step, of any length and with others, have the same bits."""
     from tests.support.gpu_interpreter import Interpreter
 
     graph, program, blobs = lowered(recipe, format, **shape)
     assert program.kv.value is not None
     plan = make_plan(program, TARGETS["h200"], split=64, inline_asm=False)
-    length = 100
     ids = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0].view(2, length, -1)
@@ -56,16 +55,17 @@ def interpret_steps(recipe: str, format: str, **shape: Any) -> None:
     error = ((got.double() - want).norm() / want.norm()).item()
     assert error < NEAR[f"{recipe} {format}"], error
     again = Interpreter(program, plan, blobs, rows=224)
-    for start, end in ((0, 70), (70, 71), (71, 90), (90, 100)):
+    begun = length - 30
+    for start, end in ((0, begun), (begun, begun + 1), (begun + 1, length - 10), (length - 10, length)):
         again.forget()
         part, _ = again.step([Chunk(ids[0, start:end].tolist(), start, pages[0])])
         # Here products of bf16 with few slots are summed by another kernel than with many; on a GPU none differs.
         assert torch.allclose(part, got[0, start:end], rtol=0, atol=1e-5), (start, end)
-    alone = again.step([Chunk(ids[0, 99:].tolist(), 99, pages[0]), Chunk(ids[1, :1].tolist(), 0, pages[1])])[0]
-    assert torch.allclose(alone[0], got[0, 99], rtol=0, atol=1e-5)
+    alone = again.step([Chunk(ids[0, -1:].tolist(), length - 1, pages[0]), Chunk(ids[1, :1].tolist(), 0, pages[1])])[0]
+    assert torch.allclose(alone[0], got[0, -1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", first(("w8a8 kv16", "bf16 kv4"), NEAR))
+@pytest.mark.parametrize("case", first(("w8a8 kv16",), NEAR))
 def test_steps_over_latents_interpreted(case: str) -> None:
     interpreted(__name__, f"interpret_steps({', '.join(map(repr, case.split()))})")
 
@@ -73,7 +73,7 @@ def test_steps_over_latents_interpreted(case: str) -> None:
 def test_odd_sizes_interpreted() -> None:
     """Features that fill no block, and more heads than a program's rows; a window, capped scores, sinks and biases."""
     more = "window=30, softcap=2.0, more_scores=True"
-    interpreted(__name__, f"interpret_steps('bf16', 'kv8', heads=36, rank=96, turned=8, plain=64, {more})")
+    interpreted(__name__, f"interpret_steps('bf16', 'kv8', 70, heads=36, rank=96, turned=8, plain=64, {more})")
 
 
 def interpret_every_expert() -> None:

@@ -163,6 +163,6 @@ def test_arithmetic_is_that_of_python(compiled: Record) -> None:
         assert result.spill_bytes == 0
 
 
-@pytest.mark.parametrize("how", first(("logits", "shared"), ["decodes", "logits", "shared", "own", "lookup"]))
+@pytest.mark.parametrize("how", first(("logits", "lookup"), ["decodes", "logits", "shared", "own", "lookup"]))
 def test_an_engine_with_penalties_interpreted(how: str) -> None:
     interpreted(__name__, f"interpret_engine('{how}')")

@@ -52,7 +52,7 @@ def interpret_steps(recipe: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(written, want, strict=True))
 
 
-@pytest.mark.parametrize("recipe", first(("w4a16", "quantspec"), ["bf16", "w4a16", "quantspec"]))
+@pytest.mark.parametrize("recipe", first(("w4a16",), ["bf16", "w4a16", "quantspec"]))
 def test_bits_are_those_of_rounding_apart_interpreted(recipe: str) -> None:
     interpreted(__name__, f"interpret_steps({recipe!r})")
 

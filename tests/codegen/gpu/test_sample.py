@@ -73,7 +73,7 @@ def interpret_choices(vocab: int) -> None:
     logits[:, 7], logits[:, 9] = -0.0, 0.0
     logits[4, 5] = logits[0, vocab - 1] = -math.inf
     logits[9:12, 5:30] = logits[12:14, 2:] = logits[3, 12:] = -math.inf  # most may not be chosen
-    for turn in range(4):
+    for turn in range(4 if vocab == 40 else 2):
         uniforms = [float(u) for u in random.random(len(params))]
         if turn == 0:
             uniforms = [1e-9] * len(params)
@@ -82,7 +82,7 @@ def interpret_choices(vocab: int) -> None:
         got = drawn(logits, params, uniforms)
         wanted = [host(row, p, u) for row, p, u in zip(logits, params, uniforms, strict=True)]
         assert got == wanted, (turn, got, wanted)
-        if turn == 2:
+        if turn == 1:
             alone = [drawn(logits[i : i + 1].clone(), params[i : i + 1], uniforms[i : i + 1]) for i in range(len(got))]
             assert [token for [token] in alone] == got
 
@@ -141,6 +141,6 @@ def interpret_engine(how: str) -> None:
         assert generate(False, 2) == by_host
 
 
-@pytest.mark.parametrize("how", first(("decodes", "own"), ["decodes", "shared", "own", "lookup"]))
+@pytest.mark.parametrize("how", first(("decodes", "lookup"), ["decodes", "shared", "own", "lookup"]))
 def test_an_engine_that_draws_interpreted(how: str) -> None:
     interpreted(__name__, f"interpret_engine('{how}')")

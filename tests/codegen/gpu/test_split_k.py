@@ -20,6 +20,7 @@ from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import gpu_packing, weight_format
 from qcompile.targets import TARGETS, TUNED_ON
 from tests.codegen.gpu.test_gemm import IN_GROUPS, number_format, packing_of, weight
+from tests.support.cases import first
 from tests.support.compiled import Record
 from tests.support.interpreted import interpreted
 
@@ -56,11 +57,11 @@ def made(spec: KernelSpec, packed: dict[str, torch.Tensor], x: list[torch.Tensor
     return given["out"]
 
 
-def interpret_integers() -> None:
+def interpret_integers(*formats: str) -> None:
     """Sums of integers: the same bits in any steps and parts."""
     torch.manual_seed(0)
     k = 1280  # ten blocks
-    for format in INTEGERS:
+    for format in formats:
         packed = pack_gpu(weight_format(format).quantize(weight(N, k)), format)
         x = activation_format("int8").quantize(torch.randn(ROWS, k), 0)
         gemv = [Tile(1, 8, unroll=4, warps=1, stages=stages) for stages in (1, 2, 3, 4)]
@@ -72,10 +73,11 @@ def interpret_integers() -> None:
         assert all(torch.equal(result[0], each) for each in result[1:]), format
 
 
-def interpret_floats() -> None:
+def interpret_floats(*formats: str) -> None:
     """Float accumulators: GEMV kernels give the bits of the other kernels with as many parts."""
     torch.manual_seed(0)
-    for format, far in (*((format, False) for format in FLOATS), ("mxfp4_a8", True)):
+    every = [(name, far) for name in formats for far in (False, True) if not far or name == "mxfp4_a8"]
+    for format, far in every:
         packing = packing_of(format)
         k = 1408 if format in IN_GROUPS and format != "w4_asym_g128_a8" else 1280
         w = weight(N, k)
@@ -100,8 +102,9 @@ def interpret_floats() -> None:
             assert all(torch.equal(result[0], each) for each in result[1:]), (format, far, x_groups, count)
 
 
-def test_numerics_in_the_interpreter() -> None:
-    interpreted(__name__, "interpret_integers()", "interpret_floats()")
+@pytest.mark.parametrize("format", first(("qoq_g128", "nested_8_4", "mxfp4"), (*INTEGERS, *FLOATS)))
+def test_numerics_in_the_interpreter(format: str) -> None:
+    interpreted(__name__, f"interpret_{'integers' if format in INTEGERS else 'floats'}({format!r})")
 
 
 @pytest.mark.parametrize(

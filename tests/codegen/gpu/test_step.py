@@ -36,6 +36,7 @@ from qcompile.formats.activations import activation_format
 from qcompile.passes.base import run_passes
 from qcompile.passes.schedule import configure
 from qcompile.targets import TARGETS
+from tests.support.cases import first
 from tests.support.compiled import Record, sizes_of_sums
 from tests.support.graphs import decoder, latent, step_inputs
 from tests.support.interpreted import interpreted, needs_triton
@@ -107,11 +108,11 @@ def interpret_recipes(*names: str, texts: int = 2) -> None:
         assert error < 1e-3, (name, error)
 
 
-def interpret_narrow_values() -> None:
+def interpret_narrow_values(*names: str) -> None:
     """Queries and keys out of normalized columns of one value, heads of 96 features, values of 64."""
     from tests.support.gpu_interpreter import Interpreter
 
-    for name in ("qserve", "bf16"):
+    for name in names:
         made = latent(vocab=64, hidden=128, heads=2, plain=64, turned=32, narrow=64, rank=96)
         graph, program, blobs = gpu_program(made, name, {})
         machine = Interpreter(program, make_plan(program, TARGETS["h200"], split=64, inline_asm=False), blobs)
@@ -123,14 +124,15 @@ def interpret_narrow_values() -> None:
         assert error < RECIPES[name], (name, error)
 
 
-def test_narrow_values_interpreted() -> None:
-    interpreted(__name__, "interpret_narrow_values()")
+@pytest.mark.parametrize("recipe", first(("qserve",), ("qserve", "bf16")))
+def test_narrow_values_interpreted(recipe: str) -> None:
+    interpreted(__name__, f"interpret_narrow_values({recipe!r})")
 
 
-def interpret_odd_inputs() -> None:
+def interpret_odd_inputs(*recipes: str) -> None:
     """Inputs that are no whole blocks of a packing, nor whole groups: rows of activations are filled up with zeros."""
     SHAPE.update(hidden=224, heads=3, kv_heads=1, ffn=352)
-    interpret_recipes("qserve", "qserve-channel", "w8a8", "nested", "mixllm", "mxfp4", "w4a16", "bf16", texts=1)
+    interpret_recipes(*recipes, texts=1)
 
 
 def test_filled_rows_meet_nothing_that_is_written() -> None:
@@ -227,8 +229,17 @@ def test_xielu_compiles(target: str, compiled: Record) -> None:
     assert all(compiled(kernel, machine.capability).spill_bytes == 0 for kernel in own.values())
 
 
-def test_odd_inputs_interpreted() -> None:
-    interpreted(__name__, "interpret_odd_inputs()")
+ODD = ("qserve", "w8a8", "mixllm", "mxfp4", "w4a16")
+OTHERS = ("qserve-channel", "nested", "bf16")
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    [ODD, pytest.param(OTHERS, marks=pytest.mark.exhaustive)],
+    ids=["some", "others"],
+)
+def test_odd_inputs_interpreted(recipes: tuple[str, ...]) -> None:
+    interpreted(__name__, f"interpret_odd_inputs(*{recipes})")
 
 
 STEPS = ("qserve", "w4a8", "w8a8", "nested", "mxfp4", "mixllm", "w4a4-g128", "w4a16", "bf16 capped")

@@ -313,7 +313,17 @@ NEARLY: dict[str, Forward] = {
 }
 
 
-@pytest.mark.parametrize("nearly", NEARLY)
+@pytest.mark.parametrize(
+    "nearly",
+    first(
+        (
+            *("a normalized score, rounded down", "a bias of another choice", "a score read at the second"),
+            *("a sum over features", "a softmax over the only expert", "inputs of other tokens"),
+            *("features in another order", "results of two choices"),
+        ),
+        NEARLY,
+    ),
+)
 def test_what_resembles_it_is_right_or_refused(nearly: str) -> None:
     module = modules.randomized(Experts(NEARLY[nearly]))
     try:
@@ -419,7 +429,7 @@ def test_one_expert_takes_the_kernels_of_several(family: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("family", "recipe"),
     first(
-        (("gpt_oss", "w8a8"), ("mixtral, one expert", "w4a8")),
+        (("mixtral, one expert", "w4a8"),),
         [("mixtral", "f32"), ("gpt_oss", "w8a8"), ("mixtral, one expert", "w4a8")],
     ),
 )

@@ -17,6 +17,7 @@ from qcompile.passes.sensitivity.units import FormatPair, GemmUnit, units
 from qcompile.recipe_files.resolved import resolve
 from tests.codegen.cpu.test_experts import decoder as mixture
 from tests.passes.test_rules import parallel
+from tests.support.cases import first
 from tests.support.graphs import decoder
 
 EXACT, FOUR, EIGHT = (
@@ -32,7 +33,9 @@ def prepared(source: Graph) -> tuple[LossMeter, list[GemmUnit]]:
     return LossMeter(graphs[-1], tokens), units(graphs[-1], graphs[0])[0]
 
 
-@pytest.mark.parametrize("source", [decoder, parallel, mixture], ids=lambda source: source.__name__)
+@pytest.mark.parametrize(
+    "source", first((parallel, mixture), [decoder, parallel, mixture]), ids=lambda source: source.__name__
+)
 def test_a_unit_alone_loses_what_its_changed_graph_loses(source: type[Graph]) -> None:
     meter, result = prepared(source())
     told: list[tuple[int, int]] = []

@@ -229,7 +229,9 @@ def test_bytes_predict_before_anything_was_measured() -> None:
     assert best_gamma(SpeculationPrior.predicted(100, 0).table[0], 0.4) > 0
 
 
-def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "REPEATS", 1)
+    monkeypatch.setattr(tune, "MOST_REPEATS", 1)  # else it measures for seconds
     out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
     qcompile.build(str(tiny_checkpoint), out, recipe="qspec")
     prompts.write_text('{"prompt": "import os"}\n{"text": "def main("}\n')
