@@ -218,7 +218,9 @@ class DraftedCompilation(Compilation):
     drafts: Annotated[
         list[str] | None,
         typer.Option(
-            "--draft", metavar="MODEL", help="Draft model, or `lookup`; repeatable: each drafts for the one before."
+            "--draft",
+            metavar="MODEL",
+            help="Draft model or head, or `lookup`; repeatable: each drafts for the one before.",
         ),
     ] = None
     lora: Annotated[

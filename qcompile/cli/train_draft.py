@@ -28,6 +28,8 @@ class HeadOptions:
         str | None,
         typer.Option(
             "--layers",
+            envvar="QCOMPILE_DRAFT_LAYERS",
+            show_envvar=False,
             metavar="I,J,K",
             help="Layers after which the head reads hidden states. Default: 2, the middle, and the third last.",
         ),
