@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,24 @@ def torch_drafts(model: HeadTarget, net: DraftHead, tokens: list[int], depth: in
         logits = list(net.unroll(features, embedded, step + 1))[-1]
         drafts.append(int(PROPOSED[logits[0, -1].argmax()]))
     return drafts
+
+
+def test_rejection_keeps_the_targets_distribution(artifact: Path, plain: LLM) -> None:
+    """The head has a distribution over few tokens of the vocabulary; chi-square of the second and third token."""
+    count, prompt = 300, [int(token) for token in PROPOSED[1:6]]
+
+    def drawn(llm: LLM, seed: int) -> tuple[Counter[tuple[int, ...]], int]:
+        params = [SamplingParams(temperature=1.0, top_k=2, max_tokens=4, seed=seed + i) for i in range(count)]
+        outputs = llm.generate([prompt] * count, params)
+        accepted = sum(sum(o.speculation.accepted) for o in outputs if o.speculation)
+        return Counter(tuple(o.outputs[0].token_ids[1:3]) for o in outputs), accepted
+
+    wanted, _ = drawn(plain, 0)
+    with qcompile.load(artifact, threads=1, gamma=3, acceptance="rejection") as llm:
+        found, accepted = drawn(llm, count)
+    assert accepted > count / 4
+    distance = sum((wanted[key] - found[key]) ** 2 / (wanted[key] + found[key]) for key in wanted | found)
+    assert len(wanted | found) == 8 and distance < 18.5  # exceeded in 1 of 100 cases
 
 
 def test_pages_that_requests_share(artifact: Path, plain: LLM) -> None:
