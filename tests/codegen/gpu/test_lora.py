@@ -132,15 +132,15 @@ TEXTS = [[0, 17, 40, 202, 12], [5, 6, 7], [0, 17, 40, 202, 12], [9], [1, 2, 3, 4
 NAMES = ["all", None, "some", "some", None]
 
 
-def interpret_models(folder: str, recipe: str, likeness: float) -> None:
+def interpret_models(folder: str, recipe: str, likeness: float, **options: str) -> None:
     """A step of prompts, and decoding after it, in models with places for adapters and without.
 
     `likeness`: least cosine between how an adapter moves logits here and in floating point.
     """
     from tests.support.gpu_machine import Machine
 
-    plain = Machine(folder, recipe, pages=6)
-    machine = Machine(folder, recipe, pages=6, options={"lora.rank": 6})
+    plain = Machine(folder, recipe, pages=6, options=options)
+    machine = Machine(folder, recipe, pages=6, options={"lora.rank": 6, **options})
     adapters = machine.adapt(6, {name: Path(folder) / name for name in ("all", "some")})
 
     def step(executor: Any, chosen: list[int], begin: int, end: int | None) -> list[torch.Tensor]:
@@ -167,7 +167,7 @@ def interpret_models(folder: str, recipe: str, likeness: float) -> None:
             want, without = (merged_logits(Path(folder), tensors, ids, each)[0].flatten() for each in (scale, 0.0))
             moved = (found[k] - base[k]).flatten()
             assert torch.cosine_similarity(moved, want - without, 0) > likeness
-            assert 0.7 < moved.norm() / (want - without).norm() < 1.4
+            assert 0.6 < moved.norm() / (want - without).norm() < 1.6
     one = [Rows([3], len(text), [k], 1) for k, text in enumerate(TEXTS)]
     graphs, replays = len(machine.target.launcher.graphs), machine.driver.replays
     for names in (NAMES, NAMES[::-1], ["all"] * 5, NAMES):  # a graph is replayed for any mix of adapters
@@ -177,7 +177,14 @@ def interpret_models(folder: str, recipe: str, likeness: float) -> None:
     assert tokens != plain.target.decode(one, 1)
 
 
-@pytest.mark.parametrize("how", ["'bf16', 0.99", pytest.param("'qserve', 0.6", marks=pytest.mark.exhaustive)])
+# 4 bits move the logits of this random model by 0.3 to 0.4 of their norm, which is as much as adapters do.
+@pytest.mark.parametrize(
+    "how",
+    [
+        "'bf16', 0.99, **{'rotate.enabled': True, 'fold_norms.enabled': True}",
+        *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("'bf16', 0.99", "'qserve', 0.5")),
+    ],
+)
 def test_rows_have_their_adapters_interpreted(checkpoint: Path, how: str) -> None:
     interpreted(__name__, f"interpret_models({str(checkpoint)!r}, {how})")
 
