@@ -112,7 +112,7 @@ def is_date_time(text: str) -> bool:
 
 
 def asked_schemas(count: int) -> list[Asked]:
-    """So many requests for random schemas."""
+    """`count` requests for random schemas."""
     validators, draw = import_module("jsonschema"), random.Random(0)
     checker = validators.FormatChecker()
     for name, check in (("date", is_date), ("time", is_time), ("date-time", is_date_time)):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 owner: ContextVar[str] = ContextVar("owner", default="")
-"""Whose request this is, if only requests of one owner may share cached pages; the endpoints need not know."""
+"""The owner of this request, if only requests of one owner may share cached pages; the endpoints need not know."""
 _ENCODED_AT_ONCE, _FOR_A_PROMPT = 2000, 100
 """Most characters, or tokens, that are encoded at once: a thread would cost more time. Each prompt counts as the second
 number of characters in addition."""

@@ -206,7 +206,7 @@ def test_rounded_pages_take_fewer_rows_of_short_steps() -> None:
 
 
 def test_large_heads_take_eight_warps() -> None:
-    """Whose programs replace those of pairs of blocks, where steps have enough rows for them."""
+    """Programs of eight warps replace those of pairs of blocks, where steps have enough rows for them."""
     for format, rows, stages in (("kv4", 256, 1), ("kv8", 256, 1), ("kv16", 128, 3)):
         kv = GpuKV(format, 2, 256)
         base = AttentionSpec(kv, 16, 4096, 0.1, split=tiles.split_positions(kv), cut="whole")

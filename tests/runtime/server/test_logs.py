@@ -44,7 +44,7 @@ def logged(level: str, form: str = "text") -> Iterator[Logged]:
 
 
 def soon(lines: Logged, count: int) -> list[str]:
-    """So many lines. A client may have its response before the line about it is written."""
+    """The first `count` lines. A client may have its response before the line about it is written."""
     for _ in range(500):
         if len(lines()) >= count:
             break
