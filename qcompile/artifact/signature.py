@@ -69,6 +69,8 @@ def trusted_keys(given: str | Path) -> tuple[str, ...]:
     """
     if _KEY.fullmatch(str(given)):
         return (str(given),)
+    if str(given).startswith("ed25519:"):
+        raise UsageError(f"{given} is no public key: 43 characters must follow ed25519:")
     if not str(given).strip():
         raise UsageError("the key of the required signature is empty: give a file with a public key, or the key itself")
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from qcompile import ops
-from qcompile.errors import UnsupportedError
+from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Graph, Weight, WeightStore
 from qcompile.heads.reading import EMBEDDING, HeadFile
 
@@ -28,9 +28,12 @@ class TokenTable:
 def token_table(head: HeadFile, target: Graph, origin: str) -> TokenTable:
     """The embedding of the head's own file, or else of the raised graph `target`.
 
-    Raises UnsupportedError if neither has one that the head can read.
+    Raises UnsupportedError if neither has one that the head can read, UsageError if the head's lacks tokens.
     """
     if EMBEDDING in head.weights:
+        rows, needed = head.weights[EMBEDDING].shape[0], target.info.vocab_size
+        if rows < needed:
+            raise UsageError(f"draft {head.path}: {EMBEDDING} has {rows} rows for the {needed} tokens of the model")
         return TokenTable(f"{origin}{EMBEDDING}", head.weights[EMBEDDING])
     ids = target.inputs[0]
     tables = {ops.operand(node, "weight") for node in target.calls("embedding") if ops.operand(node, "ids") is ids}

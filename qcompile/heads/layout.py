@@ -67,6 +67,8 @@ class HeadShape:
 
 def default_layers(depth: int) -> tuple[int, int, int]:
     """The hidden states that a head of a target with `depth` layers reads. Raises UsageError if it has too few."""
+    if depth < 3:
+        raise UsageError(f"the model has {depth} layers: a draft head needs a model of 3 or more")
     layers = (2, depth // 2, depth - 3)
     if not 0 < layers[0] < layers[1] < layers[2]:
         raise UsageError(f"the model has {depth} layers, too few for the usual choice of three: say which (--layers)")
@@ -76,13 +78,11 @@ def default_layers(depth: int) -> tuple[int, int, int]:
 def is_head(path: Path) -> bool:
     """Whether the directory `path` holds a draft head: a weight that fuses the hidden states of a model into one.
 
-    Heads of the types EAGLE and EAGLE-3 have it. Reads the headers of the safetensors files; of a directory without
-    such files the configuration decides.
+    Heads of the types EAGLE and EAGLE-3 have it. Reads the headers of the safetensors files. A configuration that names
+    a head decides, too: files may be damaged, or of another kind.
     """
-    if not any(path.glob("*.safetensors")):
-        return _names_a_head(path / CONFIG)
     rows, columns = (*_shapes(path).get(_FUSION, ()), 0, 0)[:2]
-    return rows > 0 and columns >= 2 * rows and columns % rows == 0
+    return (rows > 0 and columns >= 2 * rows and columns % rows == 0) or _names_a_head(path / CONFIG)
 
 
 def _names_a_head(config: Path) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from qcompile.errors import UnsupportedError, UsageError
 from qcompile.graph import Weight
 from qcompile.heads.layout import CONFIG
 from qcompile.heads.rotation import HeadRotation, head_rotation
+from qcompile.heads.settings import HeadSettings
 
 _LAYER_NAMES = ("midlayer.", "layers.0.")
 """How files call the decoder layer."""
@@ -58,21 +58,22 @@ class HeadFile:
                 f"draft {path} is a draft head without safetensors files: convert its weights to one"
             )
         stored = _stored(path)
-        _check(path, config, stored)
+        settings = HeadSettings(path, config)
+        _check(settings, stored)
         hidden, drafted = stored["fc.weight"].shape[0], stored["lm_head.weight"].shape[0]
-        heads = _count(path, config, "num_attention_heads")
-        head_dim = config.get("head_dim") or hidden // heads
+        heads = settings.whole("num_attention_heads")
+        head_dim = settings.whole("head_dim", hidden // heads)
         head = HeadFile(
             path,
             hidden=hidden,
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
+            kv_heads=settings.whole("num_key_value_heads", heads),
             head_dim=head_dim,
             drafted=drafted,
-            layers=_layers(path, config),
-            norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-            norm_first=bool(config.get("norm_before_residual")),
-            rotation=head_rotation(path, config, head_dim),
+            layers=_layers(settings),
+            norm_eps=settings.real("rms_norm_eps", 1e-6),
+            norm_first=settings.flag("norm_before_residual"),
+            rotation=head_rotation(settings, head_dim),
             weights=stored,
         )
         head._check_shapes()
@@ -97,9 +98,14 @@ class HeadFile:
             if self.drafted != vocabulary:
                 raise UsageError(f"draft {self.path} proposes {self.drafted} of {vocabulary} tokens, but has no {_MAP}")
             return None
-        tokens = self.weights[_MAP].load().to(torch.int64) + torch.arange(self.drafted)
+        stored = self.weights[_MAP]
+        if stored.dtype not in (torch.int32, torch.int64):
+            raise UsageError(f"draft {self.path}: {_MAP} holds {stored.dtype}, not whole numbers of 32 or 64 bits")
+        tokens = stored.load().to(torch.int64) + torch.arange(self.drafted)
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
             raise UsageError(f"draft {self.path}: {_MAP} names tokens that the model does not have")
+        if len(tokens.unique()) < self.drafted:
+            raise UsageError(f"draft {self.path}: {_MAP} names a token twice")
         whole = self.drafted == vocabulary and torch.equal(tokens, torch.arange(vocabulary))
         return None if whole else tokens.to(torch.int32)
 
@@ -118,10 +124,15 @@ class HeadFile:
             **dict.fromkeys((*_NORMS, "norm"), (hidden,)),
             "lm_head": (self.drafted, hidden),
         }
-        for name, shape in wanted.items():
-            found = self.weights[f"{name}.weight"].shape
-            if found != shape:
-                raise UsageError(f"draft {self.path}: {name}.weight has shape {list(found)}, needed is {list(shape)}")
+        shapes = {f"{name}.weight": shape for name, shape in wanted.items()}
+        shapes |= {f"{name}.bias": shape[:1] for name, shape in wanted.items() if f"{name}.bias" in self.weights}
+        shapes |= {_MAP: (self.drafted,)} if _MAP in self.weights else {}
+        for name, shape in shapes.items():
+            stored = self.weights[name].shape
+            if stored != shape:
+                raise UsageError(f"draft {self.path}: {name} has shape {list(stored)}, needed is {list(shape)}")
+        if EMBEDDING in self.weights and len(self.weights[EMBEDDING].shape) != 2:
+            raise UsageError(f"draft {self.path}: {EMBEDDING} is no matrix")
 
 
 def _stored(path: Path) -> dict[str, Weight]:
@@ -139,8 +150,9 @@ def _stored(path: Path) -> dict[str, Weight]:
     return stored
 
 
-def _check(path: Path, config: Mapping[str, Any], stored: Mapping[str, Weight]) -> None:
-    """Raise UnsupportedError unless the head is of the kind that is compiled."""
+def _check(settings: HeadSettings, stored: Mapping[str, Weight]) -> None:
+    """Raise UnsupportedError unless the head is of the kind that is compiled, UsageError for a weight without axes."""
+    path, config = settings.path, settings.config
     layer = [*_LINEARS, *_FEED_FORWARD, *_NORMS]
     needed = [f"{name}.weight" for name in (*layer, "fc", "norm", "lm_head")]
     missing = [name for name in needed if name not in stored]
@@ -150,24 +162,17 @@ def _check(path: Path, config: Mapping[str, Any], stored: Mapping[str, Weight]) 
     more = sorted(set(stored) - known)
     if more:
         raise UnsupportedError(f"draft {path} has a weight {more[0]}, of which this qcompile does not know the use")
-    if config.get("num_hidden_layers", 1) != 1:
-        raise UnsupportedError(f"draft {path} has {config['num_hidden_layers']} layers: heads of one are compiled")
+    if flat := next(
+        (name for name in ("fc", "lm_head", "mlp.gate_proj") if len(stored[f"{name}.weight"].shape) != 2), None
+    ):
+        raise UsageError(f"draft {path}: {flat}.weight is no matrix")
+    if (count := settings.whole("num_hidden_layers", 1)) != 1:
+        raise UnsupportedError(f"draft {path} has {count} layers: heads of one are compiled")
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedError(f"draft {path} has activation {config['hidden_act']}: heads with silu are compiled")
 
 
-def _count(path: Path, config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{path / CONFIG}: {name} is {value!r}, not a number of 1 or more")
-    return value
-
-
-def _layers(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+def _layers(settings: HeadSettings) -> tuple[int, ...]:
     """The layers after which the head reads hidden states, as the configuration states them."""
-    nested = config.get("eagle_config")
-    key = "eagle_aux_hidden_state_layer_ids"
-    layers = (nested.get(key) if isinstance(nested, dict) else None) or config.get(key) or ()
-    if not isinstance(layers, (list, tuple)) or not all(isinstance(layer, int) for layer in layers):
-        raise UsageError(f"{path / CONFIG}: {key} is no list of numbers")
-    return tuple(layers)
+    nested, key = settings.config.get("eagle_config"), "eagle_aux_hidden_state_layer_ids"
+    return (settings.rising(key, nested) if isinstance(nested, dict) else ()) or settings.rising(key, settings.config)

@@ -72,7 +72,7 @@ class HeadTarget:
 
         No `layers` selects the usual three. Raises UsageError for layers that the model does not have.
         """
-        chosen = tuple(layers) or default_layers(self.depth)
+        chosen = tuple(layers) if layers and self.depth > 2 else default_layers(self.depth)
         if list(chosen) != sorted(set(chosen)) or not 0 < chosen[0] <= chosen[-1] < self.depth or len(chosen) < 2:
             raise UsageError(
                 f"layers {','.join(map(str, chosen))}: give two or more from 1 to {self.depth - 1}, in rising order"

@@ -78,7 +78,18 @@ def test_scaled_rotary_embeddings(head: Path) -> None:
         ({"hidden_act": "gelu"}, "has activation gelu"),
         ({"num_attention_heads": 8}, "self_attn.q_proj.weight has shape"),
         ({"num_attention_heads": "many"}, "num_attention_heads is 'many'"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "2"}}, "is no list of numbers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "2"}}, "is '2', not a list of numbers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 2, 1]}}, "not a list of numbers in rising order"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [True, 2, 3]}}, "not a list of numbers in rising order"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', not a finite number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is 'nan'"),
+        ({"rope_theta": -1}, "rope_theta is '-1'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling of kind yarn lacks a setting or has a wrong one"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "rope_scaling of kind linear"),
+        ({"head_dim": -128}, "head_dim is '-128', not a number from 1"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads is '2'"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings is 'many'"),
+        ({"norm_before_residual": 1}, "norm_before_residual is '1', not true or false"),
     ],
 )
 def test_configurations_that_are_refused(head: Path, change: dict[str, Any], message: str) -> None:
@@ -90,6 +101,32 @@ def test_configurations_that_are_refused(head: Path, change: dict[str, Any], mes
 def test_heads_in_other_files_are_refused(target: Path, head: Path) -> None:
     (head / "model.safetensors").rename(head / "pytorch_model.bin")
     with pytest.raises(UnsupportedError, match="a draft head without safetensors files: convert"):
+        plan(str(target), drafts=str(head))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"midlayer.self_attn.q_proj.bias": torch.zeros(3)}, r"q_proj\.bias has shape \[3\], needed is \[64\]"),
+        ({"d2t": torch.zeros(SHAPE.drafted, 1, dtype=torch.int64)}, r"d2t has shape \[1024, 1\]"),
+        ({"d2t": torch.zeros(SHAPE.drafted - 1, dtype=torch.int64)}, r"d2t has shape \[1023\]"),
+        ({"d2t": torch.zeros(SHAPE.drafted)}, r"d2t holds torch\.float32, not whole numbers"),
+        ({"d2t": -torch.arange(SHAPE.drafted)}, "d2t names a token twice"),
+        ({"fc.weight": torch.zeros(64)}, r"fc\.weight is no matrix"),
+        ({"embed_tokens.weight": torch.zeros(100, 64)}, "has 100 rows for the 8192 tokens of the model"),
+    ],
+)
+def test_weights_of_other_shapes_are_refused(
+    target: Path, head: Path, weights: dict[str, torch.Tensor], message: str
+) -> None:
+    rewrite(head, lambda stored: stored | weights)
+    with pytest.raises(UsageError, match=message):
+        plan(str(target), drafts=str(head))
+
+
+def test_a_damaged_head_is_named(target: Path, head: Path) -> None:
+    (head / "model.safetensors").write_bytes((head / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(UsageError, match=r"model\.safetensors"):
         plan(str(target), drafts=str(head))
 
 

@@ -520,7 +520,7 @@ REFUSED: dict[str, tuple[Way, Change, type[QCompileError], str]] = {
     "packed and frozen": (compressed, say(quantization_status="frozen"), NO, "quantization_status frozen"),
     "packed and sparse": (compressed, say(sparsity_config={"format": "sparse-24-bitmask"}), NO, "sparsity_config"),
     "packed and turned": (compressed, say(transform_config={"config_groups": {"a": 1}}), NO, "transform_config"),
-    "no groups": (compressed, say(config_groups={}), BAD, "config_groups .* say nothing"),
+    "no groups": (compressed, say(config_groups={}), BAD, "config_groups .* do not say"),
     "groups that differ": (compressed, another_group, NO, "where groups differ: group_0, group_1"),
     "blocks of nothing": (
         lambda t: blocks(t),
