@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import pytest
 
@@ -83,6 +84,21 @@ def test_the_same_bits_as_when_generated() -> None:
         assert output.prompt_logprobs and output.prompt_logprobs[len(prompt) :] == generated.logprobs
 
 
+@pytest.fixture
+def deadline() -> Iterator[None]:
+    """Fails a test that waits for rows that are never computed."""
+
+    def late(number: int, frame: Any) -> NoReturn:
+        raise TimeoutError("the request is not answered after 20 s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("deadline")
 def test_cached_pages_are_computed_again_and_left_to_others() -> None:
     with fake_llm() as llm:
         prompt = text(4 * PAGE_TOKENS + 5)
