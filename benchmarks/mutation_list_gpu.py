@@ -214,8 +214,8 @@ GPU_MUTATIONS = (
     Mutation(
         "a token that is none, as its logits are not finite, is looked up by the step queued behind",
         "codegen/gpu/templates/follow.py.jinja",
-        "tl.maximum(found, 0)",
-        "found",
+        "tl.maximum(known, 0)",
+        "known",
         "tests/codegen/gpu/test_follow.py -k step_before",
     ),
     Mutation(

@@ -17,7 +17,7 @@ LANES = 16
 """Outputs of a block of B."""
 _FACTORS = {"f32": "float32", "bf16": "bfloat16"}
 _TYPES = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
-_FOUND = (Argument("table", "*i64"), Argument("adapters", "*i32"), Argument("row_sequence", "*i32"))
+_ADAPTER_OF_ROW = (Argument("table", "*i64"), Argument("adapters", "*i32"), Argument("row_sequence", "*i32"))
 """What tells the adapter of a row."""
 
 
@@ -54,7 +54,7 @@ class ShrinkSpec:
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
         arguments = [Argument("x", _TYPES[self.x])] + [Argument("x_scale", "*fp32")] * (self.x == "q8")
-        arguments += [*_FOUND, Argument("out", "*fp32")]
+        arguments += [*_ADAPTER_OF_ROW, Argument("out", "*fp32")]
         warps = max(1, self.part // 256)  # each thread has 8 inputs: 16 bytes of a row of A
         return _kernel("lora_shrink", self, arguments, self.factors, capability, warps)
 
@@ -79,7 +79,7 @@ class ExpandSpec:
 
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
-        arguments = [Argument("x", "*fp32"), *_FOUND, Argument("M", "i32"), Argument("out", "*fp32")]
+        arguments = [Argument("x", "*fp32"), *_ADAPTER_OF_ROW, Argument("M", "i32"), Argument("out", "*fp32")]
         return _kernel("lora_expand", self, arguments, self.factors, capability, 4)
 
 

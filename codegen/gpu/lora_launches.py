@@ -16,7 +16,7 @@ ADAPTED = "adapted"
 """The count by which these launches run: the rows of a step, 0 if none has an adapter."""
 
 
-def _found(table: str) -> Operands:
+def _adapter_of_row(table: str) -> Operands:
     """What tells the adapter of a row."""
     inputs = {name: InputRef(name) for name in ("adapters", "row_sequence")}
     return {"table": WeightRef(table), "M": CountRef(ADAPTED), **inputs}
@@ -26,7 +26,7 @@ def lora_shrink(context: PlanContext, c: LoraShrink) -> Iterator[Launch]:
     """The launch of the first half of a change."""
     x, out = context.buffer(c.x), context.buffer(c.out)
     spec = ShrinkSpec(c.site, c.k, x.dtype, x.stride, out.stride, c.factors, x.scales, x.kind.group)
-    args = _found(c.table) | {"x": context.ref(c.x), "out": context.ref(c.out)}
+    args = _adapter_of_row(c.table) | {"x": context.ref(c.x), "out": context.ref(c.out)}
     if x.dtype == "q8":
         args["x_scale"] = context.ref(c.x, "scale")
     grid = (GridSize(ADAPTED), -(-out.width // ShrinkSpec.RANKS), 1)
@@ -36,7 +36,7 @@ def lora_shrink(context: PlanContext, c: LoraShrink) -> Iterator[Launch]:
 def lora_expand(context: PlanContext, c: LoraExpand) -> Iterator[Launch]:
     """The launch of the second half: steps of many rows have programs of several rows."""
     x, out = context.buffer(c.x), context.buffer(c.out)
-    args = _found(c.table) | {"x": context.ref(c.x), "out": context.ref(c.out)}
+    args = _adapter_of_row(c.table) | {"x": context.ref(c.x), "out": context.ref(c.out)}
     variants = []
     for most, rows, ranks in ((DECODE_TOKENS, 1, 8), (0, 8, 2)):
         spec = ExpandSpec(c.site, out.width, x.stride, out.stride, c.factors, rows, ranks)

@@ -62,7 +62,9 @@ class HeadFile:
         _check(settings, stored)
         hidden, drafted = stored["fc.weight"].shape[0], stored["lm_head.weight"].shape[0]
         heads = settings.whole("num_attention_heads")
-        head_dim = settings.whole("head_dim", hidden // heads)
+        head_dim = settings.whole("head_dim", max(1, hidden // heads))
+        if head_dim % 2:
+            raise settings.wrong("head_dim", head_dim, "an even number, which rotary embeddings need")
         head = HeadFile(
             path,
             hidden=hidden,

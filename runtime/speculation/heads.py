@@ -173,7 +173,7 @@ class HeadSpeculator(Speculator):
                 self._head.given[at : at + len(tokens)] = pending[i]
                 rows.append(Rows(tokens, places[i], texts[i].request.sequence.pages, 1))
                 at += len(tokens)
-            chosen, found = self._head.step(rows, logits)
+            chosen, result = self._head.step(rows, logits)
             at = 0
             for number, i in enumerate(active):
                 at += len(rows[number].tokens)
@@ -181,7 +181,7 @@ class HeadSpeculator(Speculator):
                 pending[i] = self._head.features[at - 1 : at].copy()
                 token = max(chosen[number], 0)
                 token = token if self._tokens is None else int(self._tokens[token])
-                texts[i].drafts.append(choose(i, token, None if found is None else found[number]))
+                texts[i].drafts.append(choose(i, token, None if result is None else result[number]))
         for text in texts:
             if text.want:
                 text.request.drafts.cached[0] = text.computed

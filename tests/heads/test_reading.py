@@ -87,6 +87,8 @@ def test_scaled_rotary_embeddings(head: Path) -> None:
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling of kind yarn lacks a setting or has a wrong one"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "rope_scaling of kind linear"),
         ({"head_dim": -128}, "head_dim is '-128', not a number from 1"),
+        ({"head_dim": 15}, "head_dim is '15', not an even number"),
+        ({"head_dim": None, "num_attention_heads": 128}, "head_dim is '1', not an even number"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads is '2'"),
         ({"max_position_embeddings": "many"}, "max_position_embeddings is 'many'"),
         ({"norm_before_residual": 1}, "norm_before_residual is '1', not true or false"),

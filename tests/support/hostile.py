@@ -221,14 +221,14 @@ def gguf(seed: int, folder: Path) -> Callable[[], Any]:
     draw = random.Random(seed)
     good, path = draw.choice(sorted(FILES.glob("*.gguf"))), folder / f"{seed}.gguf"
     content, numbers = good.read_bytes(), {kind: number for number, kind in GGUF_KINDS.items()}
-    found = read_header(good)
-    places = {name: {"shape": list(at.shape), "kind": numbers[at.kind]} for name, at in found.tensors.items()}
+    result = read_header(good)
+    places = {name: {"shape": list(at.shape), "kind": numbers[at.kind]} for name, at in result.tensors.items()}
     more = {"split.count": 0, "tokenizer.chat_template": "{{ messages }}", "general.alignment": 32}
-    changed: Any = {"metadata": more | found.metadata, "tensors": places}
+    changed: Any = {"metadata": more | result.metadata, "tensors": places}
     for _ in range(draw.randrange(1, 4)):
         changed = damaged(changed, draw)
     try:
-        data = {name: content[at.begin : at.end] for name, at in found.tensors.items()}
+        data = {name: content[at.begin : at.end] for name, at in result.tensors.items()}
         tensors = {
             name: writing.Tensor(tuple(at["shape"]), data[name], at["kind"]) for name, at in changed["tensors"].items()
         }

@@ -45,13 +45,13 @@ def torchao(quantization: dict[str, Any]) -> Find:
 
 def _find(checkpoint: StoredCheckpoint) -> None:
     texts = checkpoint.metadata()
-    found = False
+    result = False
     for name, text in texts.items():
         module, dot, parameter = name.rpartition(".")
         if dot and (stated := _stated(name, text)):
-            found = True
+            result = True
             _add(checkpoint, name, f"{module}._{parameter}_", stated)
-    if not found:
+    if not result:
         raise UsageError(f"{checkpoint.directory}: the headers of the files describe no weight, as torchao's do")
 
 

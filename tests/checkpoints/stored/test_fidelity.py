@@ -48,40 +48,40 @@ def facts(model: Path, recipe: str, options: Mapping[str, object] | None = None)
 
 
 def test_all_are_kept(models: dict[str, tuple[Path, Plain]]) -> None:
-    found = facts(models["awq"][0], "w4a16-g32")
-    assert found == {"weights": 7, "kept": 7, "changed": 0, "rows_kept": 1.0, "error": 0.0, "worst": {}}
-    assert sentence(found).startswith("7 of 7 weights")
+    result = facts(models["awq"][0], "w4a16-g32")
+    assert result == {"weights": 7, "kept": 7, "changed": 0, "rows_kept": 1.0, "error": 0.0, "worst": {}}
+    assert sentence(result).startswith("7 of 7 weights")
 
 
 def test_the_loss_of_those_rounded_again(models: dict[str, tuple[Path, Plain]]) -> None:
     """Also of those that are joined before they are rounded."""
     model, numbers = models["awq"]
-    found = facts(model, "w4a16")
+    result = facts(model, "w4a16")
     format = weight_format("w4_asym_g128")
     moved = [format.dequantize(format.quantize(w), w.shape[1]) - w for w in numbers]
     expected = math.sqrt(sum(float(m.square().sum()) for m in moved) / sum(float(w.square().sum()) for w in numbers))
     largest = max(float(m.norm() / w.norm()) for m, w in zip(moved, numbers, strict=True))
-    assert found is not None and (found["weights"], found["kept"]) == (7, 0)
-    assert found["error"] == pytest.approx(expected, rel=1e-5) and 0.01 < expected < 0.2
-    assert list(found["worst"].values()) == pytest.approx([largest], rel=1e-5)
-    assert f"7 are rounded again, which moves them by {100 * expected:.2g} %" in sentence(found)
+    assert result is not None and (result["weights"], result["kept"]) == (7, 0)
+    assert result["error"] == pytest.approx(expected, rel=1e-5) and 0.01 < expected < 0.2
+    assert list(result["worst"].values()) == pytest.approx([largest], rel=1e-5)
+    assert f"7 are rounded again, which moves them by {100 * expected:.2g} %" in sentence(result)
 
 
 def test_rows_that_are_kept(models: dict[str, tuple[Path, Plain]]) -> None:
     """Symmetric codes of 8 bits are kept in rows without -128."""
     model, numbers = models["eight_bits"]
-    found = facts(model, "w8a8")
+    result = facts(model, "w8a8")
     format = weight_format("w8_sym_channel")
     rows = torch.cat([format.dequantize(format.quantize(w), w.shape[1]).eq(w).all(1) for w in numbers])
-    assert found is not None and found["kept"] == 0
-    assert found["rows_kept"] == pytest.approx(float(rows.double().mean())) and 0.1 < found["rows_kept"] < 0.9
-    assert "of their rows kept" in sentence(found)
+    assert result is not None and result["kept"] == 0
+    assert result["rows_kept"] == pytest.approx(float(rows.double().mean())) and 0.1 < result["rows_kept"] < 0.9
+    assert "of their rows kept" in sentence(result)
 
 
 def test_what_passes_change_is_not_kept(models: dict[str, tuple[Path, Plain]]) -> None:
-    found = facts(models["awq"][0], "f32", {"rotate.enabled": True, "fold_norms.enabled": True})
-    assert found is not None and found["changed"] == 7 and found["kept"] == 0
-    assert found["error"] == 0  # f32 holds what the passes made of them
+    result = facts(models["awq"][0], "f32", {"rotate.enabled": True, "fold_norms.enabled": True})
+    assert result is not None and result["changed"] == 7 and result["kept"] == 0
+    assert result["error"] == 0  # f32 holds what the passes made of them
 
 
 def test_floats_are_not_told_of(models: dict[str, tuple[Path, Plain]]) -> None:

@@ -62,12 +62,12 @@ class Kernels:
         from qcompile.codegen.gpu import compile as gpu_compile
 
         rows, y = len(x), y.clone()
-        found = [self.table, torch.tensor([*numbers, 0], dtype=torch.int32), torch.arange(rows, dtype=torch.int32)]
+        result = [self.table, torch.tensor([*numbers, 0], dtype=torch.int32), torch.arange(rows, dtype=torch.int32)]
         ranks = torch.full((rows, 64), torch.nan)
         given = [x, scale] if self.x == "q8" else [x]
-        gpu_compile.load(self.shrink)[(rows, 4, 1)](*given, *found, ranks)
+        gpu_compile.load(self.shrink)[(rows, 4, 1)](*given, *result, ranks)
         per, kernel = (8, self.expands[1]) if many else (1, self.expands[0])
-        gpu_compile.load(kernel)[(-(-rows // per), -(-self.n // 128), 1)](ranks, *found, rows, y)
+        gpu_compile.load(kernel)[(-(-rows // per), -(-self.n // 128), 1)](ranks, *result, rows, y)
         return y
 
 
@@ -83,17 +83,17 @@ def interpret_kernels(k: int, n: int, x_type: str, group: int = 0, dtype: torch.
     spread = scale.repeat_interleave(group, 1)[:, :k] if group else scale
     x = stored[:, :k].double() * (spread.double() if x_type == "q8" else 1)
     y = torch.randn(rows, n + 3, generator=generator)
-    found = kernels(stored, scale, y, numbers, many=True)
+    result = kernels(stored, scale, y, numbers, many=True)
     for row, number in enumerate(numbers):
         if not number:
-            assert torch.equal(found[row], y[row])
+            assert torch.equal(result[row], y[row])
             continue
         a, b = dense(adapters[number - 1], n)
         want = y[row].double()
         want[:n] += b @ (a[:, :k] @ x[row])
-        assert (found[row] - want).abs().max() < 1e-5 * want.abs().max()
+        assert (result[row] - want).abs().max() < 1e-5 * want.abs().max()
         alone = kernels(stored[row : row + 1], scale[row : row + 1], y[row : row + 1], [number], many=False)
-        assert torch.equal(alone[0], found[row])
+        assert torch.equal(alone[0], result[row])
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def interpret_models(folder: str, recipe: str, likeness: float, **options: str) 
 
     def step(executor: Any, chosen: list[int], begin: int, end: int | None) -> list[torch.Tensor]:
         rows = [Rows(TEXTS[k][begin:end], begin, [k], len(TEXTS[k][begin:end])) for k in chosen]
-        found = torch.from_numpy(executor.step(rows, logits=True)[1].copy())
-        return list(found.split([each.outputs for each in rows]))
+        result = torch.from_numpy(executor.step(rows, logits=True)[1].copy())
+        return list(result.split([each.outputs for each in rows]))
 
     def mark(names: list[str | None]) -> None:
         for page, name in enumerate(names):
@@ -156,16 +156,16 @@ def interpret_models(folder: str, recipe: str, likeness: float, **options: str) 
     base = step(plain.target, every, 0, None)
     assert all(map(torch.equal, step(machine.target, every, 0, None), base))
     mark(NAMES)
-    found = step(machine.target, every, 0, None)
+    result = step(machine.target, every, 0, None)
     for k, name in enumerate(NAMES):
         alone = torch.cat([step(machine.target, [k], 0, 1)[0]] + [step(machine.target, [k], 1, None)[0]] * (k != 3))
-        assert torch.equal(alone, found[k])
-        assert torch.equal(found[k], base[k]) == (name is None)
+        assert torch.equal(alone, result[k])
+        assert torch.equal(result[k], base[k]) == (name is None)
         if name:
             tensors = {n.removeprefix("base_model.model."): v for n, v in load_file(f"{folder}/{name}/{FILE}").items()}
             scale, ids = 6 / (5 if name == "all" else 4), torch.tensor([TEXTS[k]])
             want, without = (merged_logits(Path(folder), tensors, ids, each)[0].flatten() for each in (scale, 0.0))
-            moved = (found[k] - base[k]).flatten()
+            moved = (result[k] - base[k]).flatten()
             assert torch.cosine_similarity(moved, want - without, 0) > likeness
             assert 0.6 < moved.norm() / (want - without).norm() < 1.6
     one = [Rows([3], len(text), [k], 1) for k, text in enumerate(TEXTS)]
@@ -206,15 +206,15 @@ def interpret_server() -> None:
     llm.engine.scheduler.adapters = machine.target.inputs.adapters
     prompt = byte_tokenizer().encode("w<w<w").ids
     params = [SamplingParams(**GREEDY, logprobs=1, lora=name) for name in SERVED]
-    found: list[Any] = []
+    result: list[Any] = []
     for gamma in (0, 2):
         llm.engine.speculation.gamma = gamma
         outputs = [output.outputs[0] for output in llm.generate([prompt] * 3, params)]
-        found.append([(each.token_ids, each.cumulative_logprob) for each in outputs])
-    assert found[0] == found[1] and len({total for _, total in found[0]}) == 3
+        result.append([(each.token_ids, each.cumulative_logprob) for each in outputs])
+    assert result[0] == result[1] and len({total for _, total in result[0]}) == 3
     vectors: list[Any] = []
     with serving(llm) as client:
-        for name, (_, total) in zip(SERVED, found[0], strict=True):
+        for name, (_, total) in zip(SERVED, result[0], strict=True):
             answer = client.complete("w<w<w", **GREEDY, logprobs=1, model=name or "tiny")
             assert sum(answer["choices"][0]["logprobs"]["token_logprobs"]) == pytest.approx(total, abs=1e-4)
             embedded = client.ask("/v1/embeddings", {"input": "w<", "model": name or "tiny"})[1]

@@ -148,19 +148,19 @@ def test_rejection_keeps_the_targets_distribution(artifact: Path, plain: LLM) ->
 
     wanted, _ = drawn(plain, 0)
     with qcompile.load(artifact, threads=1, gamma=3, acceptance="rejection") as llm:
-        found, accepted = drawn(llm, count)
+        result, accepted = drawn(llm, count)
     assert accepted > count / 4
-    distance = sum((wanted[key] - found[key]) ** 2 / (wanted[key] + found[key]) for key in wanted | found)
-    assert len(wanted | found) == 8 and distance < 18.5  # exceeded in 1 of 100 cases
+    distance = sum((wanted[key] - result[key]) ** 2 / (wanted[key] + result[key]) for key in wanted | result)
+    assert len(wanted | result) == 8 and distance < 18.5  # exceeded in 1 of 100 cases
 
 
 def test_pages_that_requests_share(artifact: Path, plain: LLM) -> None:
     """A request that finds the pages of another one drafts as well as that one did."""
     wanted, _ = generate(plain, [PROMPTS[3]] * 2)
     with qcompile.load(artifact, threads=1, gamma=3) as llm:
-        found = [generate(llm, [PROMPTS[3]]) for _ in range(2)]
-        assert [tokens for tokens, _ in found] == [wanted[:1], wanted[1:]]
-        first, second = (np.array(metrics[0].accepted) for _, metrics in found)
+        result = [generate(llm, [PROMPTS[3]]) for _ in range(2)]
+        assert [tokens for tokens, _ in result] == [wanted[:1], wanted[1:]]
+        first, second = (np.array(metrics[0].accepted) for _, metrics in result)
         assert (first == second).all()
 
 

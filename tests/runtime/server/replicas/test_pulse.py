@@ -22,8 +22,8 @@ IDLE = (
 )
 
 
-async def until(found: object) -> None:
-    while not found():  # type: ignore[operator]
+async def until(result: object) -> None:
+    while not result():  # type: ignore[operator]
         await asyncio.sleep(0.01)
 
 
