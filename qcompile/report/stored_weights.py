@@ -14,6 +14,9 @@ from qcompile.errors import escaped
 PLACE = b"<!-- stored weights -->"
 """Where the page has room for the sentence, which is known when the weights are written."""
 
+LAST_BITS = 2**-23
+"""Changes up to this share of a norm are those of scales that are rounded to float32 in another order."""
+
 
 def sentence(facts: Mapping[str, Any] | None) -> str:
     """How many weights keep their numbers, and what the others lose; empty without weights of few bits."""
@@ -23,6 +26,8 @@ def sentence(facts: Mapping[str, Any] | None) -> str:
     text = f"{kept} of {weights} weights that the checkpoint stores in few bits keep their numbers to the bit"
     if kept == weights:
         return text
+    if facts["error"] <= LAST_BITS and not facts["changed"]:
+        return f"{text}; {weights - kept} differ in the last bits, by {_percent(facts['error'])} of their norm"
     changed = f", {facts['changed']} of them after passes changed them" if facts["changed"] else ""
     error = _percent(facts["error"])
     share = f", with {facts['rows_kept']:.0%} of their rows kept" if 0 < facts["rows_kept"] < 1 else ""

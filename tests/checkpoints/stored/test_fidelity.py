@@ -89,6 +89,13 @@ def test_floats_are_not_told_of(models: dict[str, tuple[Path, Plain]]) -> None:
     assert sentence(None) == "" and placed(b"a" + PLACE + b"b", None) == b"ab"
 
 
+def test_last_bits_are_told_apart_from_rounding() -> None:
+    told = {"weights": 7, "kept": 1, "changed": 0, "rows_kept": 0.9, "error": 2**-27, "worst": {"a": 1e-8}}
+    assert sentence(told).endswith("; 6 differ in the last bits, by 7.5e-07 % of their norm")
+    assert "6 are rounded again" in sentence(told | {"error": 2**-22})
+    assert "6 are rounded again, 6 of them after passes" in sentence(told | {"changed": 6})
+
+
 def test_the_artifact_tells(models: dict[str, tuple[Path, Plain]], tmp_path: Path) -> None:
     report = pipeline.build(models["awq"][0], tmp_path / "out", recipe="w4a16")
     contents = inspect.summary(tmp_path / "out")
