@@ -46,6 +46,7 @@ TableType = Literal["f32", "bf16", "f16"]
 class Embed(Call):
     """out[t] = table[id] * scale, id = token_ids[t] or positions[t] by `index`. `table`: row-major [vocab, width].
 
+    A table of type i8 is packed as w8_sym_channel weights of linears are, with the rows' scales in `row_scale`.
     Where the step gives a row's embedding, out[t] is that embedding times `given`; 0 if the step may give none.
     """
 
@@ -53,11 +54,12 @@ class Embed(Call):
     read_fields: ClassVar[tuple[str, ...]] = ()
     out: str
     table: str
-    table_dtype: TableType
+    table_dtype: TableType | Literal["i8"]
     vocab: int
     scale: float = 1.0
     index: Literal["tokens", "positions"] = "tokens"
     given: float = 0.0
+    row_scale: str | None = None
 
 
 @dataclass(frozen=True)

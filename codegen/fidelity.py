@@ -1,7 +1,8 @@
 """Which weights of a checkpoint an artifact keeps to the bit, where the checkpoint stores them in few bits.
 
-It is measured when a weight is packed: the numbers that its parts represent are compared with those that the reader
-gave. Passes join weights before they are rounded, so rows are traced to the tensors they come from.
+Also how much rounding changes tables of embeddings. It is measured when a weight is packed: the numbers that its parts
+represent are compared with those that the reader gave. Passes join weights before they are rounded, so rows are traced
+to the tensors they come from.
 """
 
 from __future__ import annotations
@@ -45,13 +46,16 @@ class _Tally:
 
 @dataclass
 class Fidelity:
-    """What becomes of the weights of linears that a checkpoint stores in few bits, by the name of their tensor."""
+    """What becomes of the weights of linears that a checkpoint stores in few bits, and of tables, by their tensors."""
 
     _tensors: dict[str, _Tally] = field(default_factory=dict)
+    _tables: dict[str, _Tally] = field(default_factory=dict)
 
     @staticmethod
     def rounding(graph: Graph, node: fx.Node) -> fx.Node | None:
-        """The node that rounds the packed weight `node`, if any of its numbers are stored in few bits."""
+        """The node that rounds the packed weight `node`, if it is a table or its numbers are stored in few bits."""
+        if _is_table(node):
+            return node
         while ops.name_of(node.target) not in ROUNDING:
             if not ops.has_operand(node, "weight"):
                 return None
@@ -65,6 +69,8 @@ class Fidelity:
         names = _tensors_of(source)
         owner, changed = _owners(source, names)
         same, moved, size = _differences(_format(rounding), parts, w)
+        if _is_table(rounding):
+            self._tables[rounding.name] = _Tally(len(same), int(same.sum()), float(moved.sum()), float(size.sum()))
         for number, name in enumerate(names, start=1):
             if graph.weights.entries[name].few_bits and bool((mine := owner == number).any()):
                 tensor = self._tensors.setdefault(name, _Tally())
@@ -73,6 +79,13 @@ class Fidelity:
                 tensor.moved += float(moved[mine].sum())
                 tensor.size += float(size[mine].sum())
                 tensor.changed |= number in changed
+
+    @property
+    def table_error(self) -> float | None:
+        """The norm of what rounding changes of tables, divided by that of their numbers; None if none is rounded."""
+        if not self._tables:
+            return None
+        return _Tally(*(sum(getattr(each, part) for each in self._tables.values()) for part in _SUMS)).error
 
     def facts(self) -> Mapping[str, Any] | None:
         """For the manifest; None if the checkpoint stores no linear in few bits.
@@ -86,9 +99,7 @@ class Fidelity:
             return None
         rounded = {name: each for name, each in self._tensors.items() if each.changed or each.kept < each.rows}
         worst = max(rounded, key=lambda name: rounded[name].error, default="")
-        total = _Tally(
-            *(sum(getattr(each, part) for each in rounded.values()) for part in ("rows", "kept", "moved", "size"))
-        )
+        total = _Tally(*(sum(getattr(each, part) for each in rounded.values()) for part in _SUMS))
         return {
             "weights": len(self._tensors),
             "kept": len(self._tensors) - len(rounded),
@@ -97,6 +108,14 @@ class Fidelity:
             "error": total.error,
             "worst": {worst: rounded[worst].error} if worst else {},
         }
+
+
+_SUMS = ("rows", "kept", "moved", "size")
+
+
+def _is_table(node: fx.Node) -> bool:
+    """Whether embeddings are rows of the rounded weight `node`."""
+    return any(ops.name_of(user.target) == "dequantize" for user in node.users)
 
 
 def _tensors_of(node: fx.Node) -> list[str]:

@@ -59,7 +59,8 @@ def _embedding(low: Lowering, node: fx.Node) -> Call:
     index = indices.get(ids.target)
     if index is None:
         raise PassError("codegen", node.name, "an embedding must be indexed by token ids or positions")
-    table, dtype = low.table(weight)
+    rounded = ops.name_of(weight.target) == "dequantize"
+    table, dtype, row_scale = low.rounded_table(weight) if rounded else (*low.table(weight), None)
     scaled = _only_scaled(node)
     factor = float(ops.operand(scaled, "factor")) if scaled else 1.0
     return Embed(
@@ -71,6 +72,7 @@ def _embedding(low: Lowering, node: fx.Node) -> Call:
         scale=factor,
         index=index,
         given=_given_factor(low, node, factor) if index == "tokens" else 0.0,
+        row_scale=row_scale,
     )
 
 
@@ -83,10 +85,12 @@ def _only_scaled(node: fx.Node) -> fx.Node | None:
 def _given_factor(low: Lowering, node: fx.Node, factor: float) -> float:
     """What multiplies an embedding that a step gives in place of a token's, if tokens have their rows times `factor`.
 
-    0 where a given embedding would not have the bits of the token's: another operator reads the tokens as well, a pass
-    has changed the table, or the embeddings that transformers takes are scaled in another way.
+    0 where a given embedding would not stand for the token's: another operator reads the tokens as well, a pass has
+    changed the table other than by rounding it, or the embeddings that transformers takes are scaled in another way.
     """
     tokens, weight = ops.operand(node, "ids"), ops.operand(node, "weight")
+    if ops.name_of(weight.target) == "dequantize":  # rounding leaves the basis of embeddings as it was
+        weight = ops.operand(ops.operand(weight, "weight"), "w")
     scale = low.graph.info.embeds_scale
     if len(tokens.users) != 1 or weight.op != "get_attr" or scale not in (1.0, factor):
         return 0.0

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -29,6 +29,9 @@ from qcompile.formats.blocks import as_blob, pack_vector, packed_vector_bytes
 from qcompile.formats.floats import TABLE_TYPES
 from qcompile.formats.rounding import Parts
 from qcompile.graph import Graph
+
+TABLE_ACTIVATION = "int8"
+"""Kernels for activations of this type read a weight that is packed as tables of embeddings are."""
 
 
 @dataclass
@@ -131,6 +134,15 @@ class Lowering:
         name = self._register(node, "table", (("", size),), blobs)[0]
         node.meta["packed"]["dtype"] = kind
         return name, kind
+
+    def rounded_table(self, node: fx.Node) -> tuple[str, Literal["i8"], str]:
+        """The codes of a table dequantize(weight, format, k), their type, and the scales of its rows.
+
+        They are packed as a linear's weight is, so that a linear with the same weight shares them.
+        """
+        weight, format = ops.operand(node, "weight"), str(ops.operand(node, "format"))
+        codes, row_scale = self.packed(weight, format, TABLE_ACTIVATION).values()
+        return codes, "i8", row_scale
 
     def _stored_type(self, node: fx.Node) -> torch.dtype | None:
         """The type in which the checkpoint stores the numbers of `node`, rows or columns of one of its weights."""

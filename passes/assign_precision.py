@@ -1,4 +1,7 @@
-"""Assign each linear a weight format and an activation type: one pair for all but the head and what is decided."""
+"""Assign each linear a weight format and an activation type: one pair for all but the head and what is decided.
+
+Also the tables of token embeddings get a weight format, if they are to be rounded.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from qcompile.errors import PassError, UsageError
 from qcompile.formats.registry import WEIGHT_FORMATS, weight_format
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
+from qcompile.recipes import EMBEDDINGS, embedding_option
 
 
 def head_linears(graph: Graph) -> set[fx.Node]:
@@ -38,6 +42,12 @@ def _last_linears(graph: Graph, values: Iterable[fx.Node]) -> set[fx.Node]:
     return linears
 
 
+def token_embeddings(graph: Graph) -> list[fx.Node]:
+    """The embeddings that tokens index, and not positions."""
+    tokens = graph.inputs[0]
+    return [node for node in graph.calls("embedding") if ops.operand(node, "ids") is tokens]
+
+
 @dataclass(frozen=True)
 class AssignPrecision(Pass):
     """Uniform precision: `weight` and `activation` for all linears, `head` and `head_activation` for the output head.
@@ -45,6 +55,8 @@ class AssignPrecision(Pass):
     Weight formats are those of formats/registry.py, activation formats those of formats/activations.py. Expert routers
     stay in f32. Experts get another format where theirs has no kernel for experts but names one that has (mix_4_8: its
     4-bit part), with a note. The choice is stored in node.meta["precision"], which `merge` and `quantize` read.
+
+    `embedding` is a key of recipes.EMBEDDINGS: with int8, tables of token embeddings get a format as well.
 
     What an earlier pass stored there stands, with a note; this pass adds the format of weights or activations if that
     is missing. Raises PassError for a decision that has no kernels.
@@ -56,8 +68,10 @@ class AssignPrecision(Pass):
     activation: str = "f32"
     head: str = "f32"
     head_activation: str = "f32"
+    embedding: str = "auto"
 
     def __post_init__(self) -> None:
+        embedding_option(self.embedding)
         for format, activation in ((self.weight, self.activation), (self.head, self.head_activation)):
             known = [kind.name for kind in weight_format(format).activations]
             if activation not in known:
@@ -82,6 +96,9 @@ class AssignPrecision(Pass):
             if decided:
                 kept.append(_checked(node))
             fired += not {"weight", "activation"} <= decided.keys()
+        for node in token_embeddings(graph) if EMBEDDINGS[self.embedding] else ():
+            node.meta["precision"] = {"weight": EMBEDDINGS[self.embedding]}
+            fired += 1
         return PassResult(graph, fired, (*sorted(fallbacks), *kept))
 
 

@@ -1,4 +1,7 @@
-"""Quantize: every linear becomes a gemm of a quantized activation and a quantized weight."""
+"""Quantize: every linear becomes a gemm of a quantized activation and a quantized weight.
+
+Tables of embeddings with a precision are rounded as well.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,10 @@ class Quantize(Pass):
         for node in graph.calls("expert_linear", "gated_experts"):
             _quantize_experts(graph, node)
             fired += 1
+        for node in graph.calls("embedding"):
+            if "precision" in node.meta:
+                _quantize_table(graph, node)
+                fired += 1
         return PassResult(graph, fired)
 
     def _quantize_linear(
@@ -115,6 +122,18 @@ def _whole(graph: Graph, x: fx.Node) -> fx.Node:
             with graph.fx.inserting_after(x):
                 return gathered(graph, [x], np.arange(x.meta["val"].shape[-1]))
     return x
+
+
+def _quantize_table(graph: Graph, node: fx.Node) -> None:
+    """The embedding `node` reads rows of its table as they are after rounding.
+
+    A head that multiplies by the same weight in the same format reads the same rounded weight: it is stored once.
+    """
+    table, format = ops.operand(node, "weight"), node.meta.pop("precision")["weight"]  # it multiplies no activations
+    known = (user for user in table.users if ops.name_of(user.target) == "quantize_weight")
+    rounded = next((user for user in known if ops.operand(user, "format") == format), None)
+    rounded = rounded or graph.call_weight("quantize_weight", table, format)
+    node.replace_input_with(table, graph.call_weight("dequantize", rounded, format, table.meta["val"].shape[1]))
 
 
 _GATING = {kind: name for name, kind in ops.GATED.items()}

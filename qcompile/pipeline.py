@@ -37,6 +37,7 @@ from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import PackedWeight, WeightTable, stream
 from qcompile.codegen.program import Program
 from qcompile.codegen.rank_programs import rank_programs
+from qcompile.codegen.tables import table_facts
 from qcompile.drafts import LOOKUP, DraftPasses, DraftPath, Drafts, draft_paths, draft_stages
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassRecord
@@ -97,6 +98,7 @@ class BuildReport:
     `context` is in tokens; `stated_context` is what the model states, if the artifact's is less. `remarks` say, a line
     each, what of the checkpoint the model does not use, or what it lacks. `stored_weights` are the linears' weights
     that the checkpoint stores in few bits, and what rounding changes of them (Fidelity.facts); None without any.
+    `embedding` says what rounding changes of the table of embeddings (codegen/tables.py); None if it is not rounded.
     """
 
     path: Path
@@ -109,6 +111,7 @@ class BuildReport:
     stated_context: int | None = None
     remarks: tuple[str, ...] = ()
     stored_weights: Mapping[str, Any] | None = None
+    embedding: Mapping[str, Any] | None = None
 
 
 def build(  # parameters: the public interface, one keyword for each option
@@ -183,7 +186,8 @@ def _build_report(path: Path, planned: CompilationPlan, clock: Clock) -> BuildRe
     of_drafts = {draft.name: tuple(draft.passes) for draft in planned.drafts}
     info, bits_per_weight = planned.graphs[-1].info, planned.bits_per_weight
     facts = info.left_out, info.max_position, info.stated_position, info.remarks, planned.fidelity.facts()
-    return BuildReport(path, tuple(planned.passes), clock.seconds, bits_per_weight, of_drafts, *facts)
+    tables = table_facts(planned.program, planned.fidelity)
+    return BuildReport(path, tuple(planned.passes), clock.seconds, bits_per_weight, of_drafts, *facts, tables)
 
 
 def plan(  # parameters: the arguments of `build` that decide what is compiled
@@ -252,7 +256,8 @@ def _described(planned: CompilationPlan, page: bytes) -> Files:
     """The report, and what the artifact says of linears that adapters of requests may change, if it has any."""
     rank = next((record.options["rank"] for record in planned.passes if record.name == Lora.name), 0)
     adapters: Files = {ADAPTERS_FILE: described(planned.graphs[-1], rank).to_bytes()} if rank else {}
-    page = stored_weights.placed(page, planned.fidelity.facts())
+    tables = table_facts(planned.program, planned.fidelity)
+    page = stored_weights.placed(page, planned.fidelity.facts(), tables)
     return {**adapters, "report.json": planned.report, "report.html": page}
 
 
@@ -341,4 +346,5 @@ def _manifest(
         "bits_per_weight": planned.bits_per_weight,
         "calibration": final.calibration.describe() if final.calibration else None,
         **({"stored_weights": stored} if (stored := planned.fidelity.facts()) else {}),
+        **({"embedding": tables} if (tables := table_facts(planned.program, planned.fidelity)) else {}),
     }

@@ -88,6 +88,9 @@ HEADS = {
 }
 """Weight format and activation type of the output head, by the value of `--head-dtype`."""
 
+EMBEDDINGS = {"auto": "", "int8": "w8_sym_channel"}
+"""Weight format of the table of token embeddings, by the value of `--embedding-dtype`; "": the checkpoint's numbers."""
+
 COMPARED = ("w4_asym_g128", "w4_asym_g32", "w8_sym_channel", "bf16")
 """The weight formats that a study of sensitivity compares where none are given."""
 
@@ -285,6 +288,14 @@ def allocation(bits: float | None, rise: float | None) -> dict[str, str]:
     if bits is not None:
         return {"salience.target_bits": str(bits)}
     return {} if rise is None else {"salience.max_perplexity_increase": str(rise)}
+
+
+def embedding_option(dtype: str | None) -> dict[str, str]:
+    """The option for `--embedding-dtype`. Raises UsageError for an unknown type."""
+    if dtype is not None and dtype not in EMBEDDINGS:
+        hint = suggestion(dtype, EMBEDDINGS)
+        raise UsageError(f"embedding dtype {dtype} is unknown; there are {', '.join(EMBEDDINGS)}{hint}")
+    return {} if dtype is None else {"assign_precision.embedding": dtype}
 
 
 def apply_options(

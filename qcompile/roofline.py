@@ -70,7 +70,7 @@ def predicted_us(bytes: float, ops: float, peaks: Peaks, dtype: str = "int8") ->
     return max(moving, computing) * 1e6 + peaks.overhead_us
 
 
-_ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "q8": 1}
+_ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "q8": 1, "i8": 1}
 _MATH = {"f32": "f32", "bf16": "bf16", "q8": "int8"}
 
 

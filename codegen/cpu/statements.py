@@ -90,9 +90,10 @@ class Statements:
 
     def _embed(self, c: Embed, _: int) -> list[str]:
         ids = "b.token_ids" if c.index == "tokens" else "b.positions"
-        table = self.weight(c.table, {"f32": "float", "bf16": "uint16_t", "f16": "Half"}[c.table_dtype])
-        width = self.program.buffer(c.out).width
-        statements = [f"embed({self.mine(c.out)}, {ids}, {table}, {width}, {f32(c.scale)}, {ident(c.out)});"]
+        types = {"f32": "float", "bf16": "uint16_t", "f16": "Half", "i8": "uint8_t"}
+        tables = [self.weight(c.table, types[c.table_dtype]), *([self.weight(c.row_scale)] if c.row_scale else [])]
+        width, place = self.program.buffer(c.out).width, f"{self.mine(c.out)}, {ids}, {', '.join(tables)}"
+        statements = [f"embed({place}, {width}, {f32(c.scale)}, {ident(c.out)});"]
         if c.given:
             statements += [f"embed_given({self.mine(c.out)}, b.embeds, {width}, {f32(c.given)}, {ident(c.out)});"]
         return statements

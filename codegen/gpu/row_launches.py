@@ -36,6 +36,7 @@ from qcompile.codegen.gpu.rows import MAX_WIDTH, Columns, GatherSpec, HadamardSp
 from qcompile.codegen.gpu.sample import choosing
 from qcompile.errors import UnsupportedError
 from qcompile.formats.rounding import groups_of
+from qcompile.formats.symmetric import GPU_BYTES
 
 QUANTIZE_PART = 1024
 """Most elements per program if several programs quantize one row: a power of two."""
@@ -78,8 +79,9 @@ def embed(context: PlanContext, c: Embed) -> Iterator[Launch]:
     """The launch of an embedding."""
     width = context.buffer(c.out).width
     index, last = {"tokens": ("token_ids", 0), "positions": ("positions", c.vocab - 1)}[c.index]
-    spec = RowSpec(width, width, 0, c.table_dtype, indexed=True, last=last, factor=c.scale)
-    operands: Operands = {"index": InputRef(index)}
+    stride = GPU_BYTES.padded_inputs(width) if c.row_scale else width
+    spec = RowSpec(width, stride, 0, c.table_dtype, indexed=True, last=last, factor=c.scale)
+    operands: Operands = {"index": InputRef(index), **weight_refs(row_scale=c.row_scale)}
     yield row_launch(context, written_to(context, c.out, spec), c.name, WeightRef(c.table), c.out, operands)
 
 

@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.errors import UnsupportedError
+from qcompile.formats.gpu import BLOCK_ROWS
 from qcompile.formats.rounding import groups_of
+from qcompile.formats.symmetric import GPU_BYTES
 from qcompile.ops import CURVES, GATE_BLOCK
 from qcompile.targets import has_pdl
 
@@ -18,15 +20,16 @@ ARGMAX_PART = 4096
 MIN_BLOCK = 32
 PDL_EARLY_ROWS = 8
 """Most rows for which a row kernel triggers the next kernel's launch before it waits for the previous one (PDL)."""
-_TYPES = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "q8": "*i8"}
+_TYPES = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "q8": "*i8", "i8": "*i8"}
 
 
 @dataclass(frozen=True)
 class RowSpec:
     """out[row] = write(norm(map(load(x, row)))) for rows of `width` elements. Strides are in elements.
 
-    - load: reads the row; with `indexed` the row `index[row]`, limited to `last` if that is not 0. With `gated`, the
-      name of an activation, it computes act(gate) * up of 2 `width` bf16 columns, in alternating blocks of both.
+    - load: reads the row; with `indexed` the row `index[row]`, limited to `last` if that is not 0. Rows in i8 are those
+      of a weight packed as w8_sym_channel, of `x_stride` inputs with their padding, times their `row_scale`. With
+      `gated`, the name of an activation, it computes act(gate) * up of 2 `width` bf16 columns, in alternating blocks.
     - map: applies `unary` (of ops.UNARY, or of ops.CURVES with the parameters `curve`), raises to `power` (of
       ops.POWERS; 0: not), clamps to `low` and `high`, adds `offset`, applies `binary`, and multiplies by `factor`.
       `binary` is add or mul with the vector `weight` or the buffer `other`, or add_row or mul_row with the single
@@ -46,7 +49,7 @@ class RowSpec:
     width: int
     x_stride: int
     out_stride: int
-    x: Literal["f32", "bf16", "f16"] = "f32"
+    x: Literal["f32", "bf16", "f16", "i8"] = "f32"
     out: str = "f32"
     indexed: bool = False
     last: int = 0
@@ -112,6 +115,7 @@ class RowSpec:
         block = max(1 << (self.width - 1).bit_length(), self.group)
         arguments = [Argument("x", _TYPES[self.x]), Argument("out", _TYPES[self.out])]
         arguments += [Argument("index", "*i32")] * self.indexed
+        arguments += [Argument("row_scale", "*fp32")] * (self.x == "i8")
         arguments += [Argument("curve", "*fp32")] * bool(self.curve)
         arguments += [Argument("weight", "*fp32")] * self.weight + [Argument("bias", "*fp32")] * self.bias
         arguments += [Argument("other", "*fp32")] * (bool(self.binary) and not self.weight)
@@ -131,6 +135,8 @@ class RowSpec:
             pdl=pdl,
             pdl_early_rows=PDL_EARLY_ROWS,
             gate_block=GATE_BLOCK,
+            packing=GPU_BYTES,
+            block_rows=BLOCK_ROWS,
         )
         warps = min(max(block // 512, 8 if self.amax_parts else 1), 16)
         return Kernel(name, source, tuple(arguments), warps, 1, pdl)

@@ -76,6 +76,8 @@ def _targets(graph: Graph) -> dict[fx.Node, fx.Node]:
         if ops.name_of(weight.target) == "upper_nibble":
             weight = ops.operand(weight, "weight")
         format = format_of(weight)
+        if any(ops.name_of(user.target) == "dequantize" for user in weight.users):
+            continue  # tokens have rows of it as embeddings, which no output of the linear may move
         if format and format.calibrated and ops.operand(weight, "codes") is None:  # else codes were chosen already
             targets.setdefault(weight, gemm)
     return targets

@@ -76,6 +76,7 @@ SHAPE: Shape = {
         "levels": Maybe([dict]),
         "ranks": Maybe([[Whole()]]),
     },
+    "embedding": Maybe({"bits": _COUNT, "error": float, "shared": bool}),
     "stored_weights": Maybe(
         {
             "weights": Whole(),

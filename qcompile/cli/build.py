@@ -26,7 +26,7 @@ from qcompile.cli.options import (
     command,
 )
 from qcompile.recipe_files.resolved import Resolved
-from qcompile.recipes import allocation
+from qcompile.recipes import allocation, embedding_option
 from qcompile.report import stored_weights
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def build(  # parameters: the groups of its options
       qcompile build samples/pycode-26m -o out/tuned --lora my-adapter --lora style=0.5
       qcompile build samples/pycode-26m -o out/two --recipe w8a8 --tensor-parallel-size 2
     """
-    settings = compilation.settings() | allocation(budget.bits, budget.rise)
+    settings = compilation.settings() | embedding_option(compilation.embedding_dtype)
+    settings |= allocation(budget.bits, budget.rise)
     formats = compilation.recipe, compilation.target, compilation.head_dtype
     recipe = refusals.check_formats(*formats, settings, compilation.passes or ())
     refusals.check_pass("--explain", inspection.explain, recipe)
@@ -182,6 +183,7 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
                 "stated_context": report.stated_context,
                 "remarks": list(report.remarks),
                 "stored_weights": report.stored_weights,
+                "embedding": report.embedding,
             }
         )
         return
@@ -193,6 +195,8 @@ def print_build(report: BuildReport, recipe: str, target: str, explain: str | No
     console.show(console.left_out(report.left_out) + console.remarks(report.remarks), end="")
     if report.stored_weights:
         console.show(stored_weights.sentence(report.stored_weights))
+    if report.embedding:
+        console.show(stored_weights.embedding_sentence(report.embedding))
     if report.stated_context is not None:
         console.show(f"context {console.context_text(report.context, report.stated_context)}")
     facts = f"{console.byte_size(size)}, {report.bits_per_weight:.2f} bits per weight"

@@ -15,7 +15,7 @@ import typer
 from qcompile.cli.options import command
 from qcompile.cli.pass_fields import pass_fields
 from qcompile.errors import UsageError, suggestion
-from qcompile.recipes import HEADS, RECIPES
+from qcompile.recipes import EMBEDDINGS, HEADS, RECIPES
 from qcompile.targets import TARGET_NAMES
 
 
@@ -68,6 +68,7 @@ def _nodes() -> Iterator[_Node]:
         "--recipe": tuple(RECIPES),
         "--target": TARGET_NAMES,
         "--head-dtype": tuple(HEADS),
+        "--embedding-dtype": tuple(EMBEDDINGS),
         "--explain": tuple(fields),
         "--set": [f"{name}.{field}=" for name in fields for field in fields[name]],
     }

@@ -22,7 +22,7 @@ from qcompile.cli.options import Compilation, Hub, Json, Model, Remote, TensorPa
 from qcompile.cli.predicting import CONTEXT, Scenario, costs_of, prediction, scenario_of, text_of
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.recipe_files.resolved import RecipeLike, resolve
-from qcompile.recipes import parse_options
+from qcompile.recipes import embedding_option, parse_options
 
 if TYPE_CHECKING:
     from qcompile.pipeline import CompilationPlan
@@ -61,6 +61,7 @@ def doctor(
     chosen = compilation
     scenario = scenario_of(chosen.target, tensor_parallel_size or 1, nodes, context)
     settings = parse_options(chosen.options or []) | divided(tensor_parallel_size)
+    settings |= embedding_option(chosen.embedding_dtype)
     recipe = refusals.check_formats(chosen.recipe, chosen.target, chosen.head_dtype, settings, chosen.passes or ())
     refusals.check_models(model)
     with console.Progress() as progress:

@@ -43,6 +43,7 @@ def summary(path: Path) -> dict[str, Any]:
         "target": manifest["target"],
         "bits_per_weight": manifest["bits_per_weight"],
         "stored_weights": manifest.get("stored_weights"),
+        "embedding": manifest.get("embedding"),
         "kv": kv,
         "drafts": drafts,
         "tuned": manifest.get("tuned"),
@@ -141,7 +142,7 @@ def as_text(contents: dict[str, Any]) -> str:
         f"target   {target['name']} ({target['isa']})\n"
         f"signed   {_signer(contents['signature'])}\n"
         f"weights  {contents['bits_per_weight']:.2f} bits per weight of the linears\n"
-        f"{_stored(contents['stored_weights'])}"
+        f"{_stored(contents['stored_weights'], contents['embedding'])}"
         f"cache    {contents['kv']['format']}\n"
         f"drafts   {drafts or 'none'}\n"
         f"passes\n{passes}"
@@ -154,9 +155,10 @@ def _signer(state: dict[str, Any] | None) -> str:
     return "no" if state is None else signature_text(state).removeprefix("signed ")
 
 
-def _stored(facts: dict[str, Any] | None) -> str:
-    """A line about the weights that the checkpoint stores in few bits; empty if there are none."""
-    return f"stored   {stored_weights.sentence(facts)}\n" if facts else ""
+def _stored(facts: dict[str, Any] | None, embedding: dict[str, Any] | None) -> str:
+    """Lines about the weights that the checkpoint stores in few bits, and a rounded embedding; empty without any."""
+    texts = filter(None, (stored_weights.sentence(facts), stored_weights.embedding_sentence(embedding)))
+    return "".join(f"stored   {text}\n" for text in texts)
 
 
 def _adapters(merged: dict[str, float]) -> str:

@@ -54,6 +54,15 @@ Head = Annotated[
     str | None,
     typer.Option("--head-dtype", metavar="TYPE", help="Output head: int8, nested, bf16 or f32. Default: the recipe's."),
 ]
+Embedding = Annotated[
+    str | None,
+    typer.Option(
+        "--embedding-dtype",
+        metavar="TYPE",
+        help="Table of token embeddings: auto (the checkpoint's type) or int8, which a tied output head in int8 "
+        "shares. Default: the recipe's.",
+    ),
+]
 TensorParallel = Annotated[
     int | None,
     typer.Option(
@@ -207,6 +216,7 @@ class Compilation:
     target: Target = "cpu"
     recipe: Recipe = "w4a8"
     head_dtype: Head = None
+    embedding_dtype: Embedding = None
     options: PassFields = None
     passes: ExtraPasses = None
 

@@ -11,11 +11,11 @@ import typer
 
 from qcompile.checkpoints import hub
 from qcompile.cli import console, refusals
-from qcompile.cli.options import ExtraPasses, Head, Json, PassFields, Remote, changed, command
+from qcompile.cli.options import Embedding, ExtraPasses, Head, Json, PassFields, Remote, changed, command
 from qcompile.errors import UsageError
 from qcompile.plugins.entries import entries
 from qcompile.recipe_files.resolved import Resolved, resolve
-from qcompile.recipes import RECIPES, parse_options
+from qcompile.recipes import RECIPES, embedding_option, parse_options
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Changes:
     """What a user changes of a recipe."""
 
     head_dtype: Head = None
+    embedding_dtype: Embedding = None
     options: PassFields = None
     passes: ExtraPasses = None
 
@@ -50,11 +51,11 @@ def recipes(
     """
     if recipe is None:
         if option := changed(changes):
-            name = {"options": "--set", "passes": "--pass"}.get(option, "--head-dtype")
+            name = {"options": "--set", "passes": "--pass"}.get(option, f"--{option.replace('_', '-')}")
             raise UsageError(f"{name} changes a recipe: give the name of one, or a file")
         _list(json)
         return
-    options = parse_options(changes.options or [])
+    options = parse_options(changes.options or []) | embedding_option(changes.embedding_dtype)
     chosen = refusals.check_formats(recipe, "cpu", changes.head_dtype, options, changes.passes or ())
     if model is not None:
         refusals.check_models(model)

@@ -23,8 +23,8 @@ PLACING = ("concat_rows", "slice_rows", "interleave_rows", "zero_bias")
 """Operators on weights with results that hold rows of their operands, or zeros."""
 CHANGING = {"scale_axis": "w", "rotate": "w", "center": "w", "take_axis": "w", "mul": "a"}
 """Operators that change the values of a weight and keep their places, and the operand that is the weight."""
-ROUNDING = {"quantize_weight": "w", "quantize_mixed": "w", "upper_nibble": "weight"}
-"""Operators that round a weight, and the operand that they round."""
+ROUNDING = {"quantize_weight": "w", "quantize_mixed": "w", "upper_nibble": "weight", "dequantize": "weight"}
+"""Operators that round a weight or read back what was rounded, and the operand."""
 
 
 @dataclass(frozen=True)

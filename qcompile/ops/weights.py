@@ -225,6 +225,12 @@ def quantize_weight(
     return chosen or [part.clone() for part in weight_format(format).quantize(w)]
 
 
+@define(lambda weight, format, k: torch.empty(weight[0].shape[0], k, device=weight[0].device), since="quantize")
+def dequantize(weight: list[Tensor], format: str, k: int) -> Tensor:
+    """The f32 [N, k] that the parts of a rounded weight stand for: a table of which a step reads single rows."""
+    return weight_format(format).dequantize(weight, k)
+
+
 @define(lambda w, fraction: w.new_empty(w.shape[0], dtype=torch.bool), since="quantize")
 def worst_rows(w: Tensor, fraction: float) -> Tensor:
     """w [N, K] -> bool [N]: the `fraction` of rows with the largest 4-bit rounding error."""

@@ -1,7 +1,7 @@
 """A recipe with all that a user changes of it: options of passes, the output head, and rules for some linears.
 
 base = "w4a8"                  # a recipe by name; default w4a8
-kv = "kv8"                     # weight, activation, kv, head: the formats of the whole model
+kv = "kv8"                     # weight, activation, kv, head, embedding: the formats of the whole model
 passes = ["mine:Widen@after=rotate"]
 
 [options]
@@ -29,7 +29,12 @@ from qcompile.recipes import RECIPES, Recipe, RecipeDraft, Settings, get_recipe,
 
 RECIPE_FILE = "recipe.toml"
 """The file of an artifact with its recipe."""
-_FORMATS = {"weight": "assign_precision.weight", "activation": "assign_precision.activation", "kv": "cache.format"}
+_FORMATS = {
+    "weight": "assign_precision.weight",
+    "activation": "assign_precision.activation",
+    "embedding": "assign_precision.embedding",
+    "kv": "cache.format",
+}
 """Options that have a key of their own."""
 _KEYS = ("base", "name", "description", *_FORMATS, "head", "passes", "options", "rules")
 _RULES = "rules."

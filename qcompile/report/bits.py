@@ -12,6 +12,8 @@ def linear_bits(graph: Graph) -> tuple[int, int]:
     """Packed bits of all linears, including scales and zeros, and the number of their weights."""
     bits = weights = 0
     for node in graph.calls("quantize_weight"):
+        if all(ops.name_of(user.target) == "dequantize" for user in node.users):
+            continue  # the table of an embedding
         n, k = ops.operand(node, "w").meta["val"].shape
         bits += 8 * sum(weight_format(ops.operand(node, "format")).packed_bytes(n, k).values())
         weights += n * k

@@ -1,4 +1,4 @@
-"""What a build made of the weights that a checkpoint stores in few bits, in words.
+"""What a build made of the weights that a checkpoint stores in few bits, and of the embedding, in words.
 
 The facts are those that codegen/fidelity.py measures and the manifest holds.
 """
@@ -37,11 +37,20 @@ def sentence(facts: Mapping[str, Any] | None) -> str:
     )
 
 
+def embedding_sentence(facts: Mapping[str, Any] | None) -> str:
+    """What rounding changes of the embedding, and whether the output head shares it; empty if it is not rounded."""
+    if not facts:
+        return ""
+    shared = ", stored once with the output head" if facts["shared"] else ""
+    return f"embedding in {facts['bits']} bits{shared}; rounding moves it by {_percent(facts['error'])} of its norm"
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %"
 
 
-def placed(page: bytes, facts: Mapping[str, Any] | None) -> bytes:
-    """The page with the sentence in its place."""
-    text = sentence(facts)
-    return page.replace(PLACE, f'<p class="headline">{escape(escaped(text))}.</p>'.encode() if text else b"")
+def placed(page: bytes, facts: Mapping[str, Any] | None, embedding: Mapping[str, Any] | None = None) -> bytes:
+    """The page with the sentences in their place."""
+    texts = filter(None, (sentence(facts), embedding_sentence(embedding)))
+    lines = "".join(f'<p class="headline">{escape(escaped(text))}.</p>' for text in texts)
+    return page.replace(PLACE, lines.encode())

@@ -29,7 +29,8 @@ def test_all_recipes_are_listed(capsys: Capture) -> None:
 
 
 def test_a_file_is_checked_and_printed(mine: Path, capsys: Capture) -> None:
-    assert code_of("recipes", mine, "--set", "rules.first.layers=1", "--head-dtype", "bf16") == 0
+    formats = "--head-dtype", "bf16", "--embedding-dtype", "int8"
+    assert code_of("recipes", mine, "--set", "rules.first.layers=1", *formats) == 0
     printed = capsys.readouterr().out
     assert '[rules.first]\nrole = "down"\nlayers = "1"\nweight = "w8_sym_channel"\n' in printed
     mine.write_text(printed)
@@ -37,6 +38,7 @@ def test_a_file_is_checked_and_printed(mine: Path, capsys: Capture) -> None:
     assert code_of("recipes", mine, "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["rules"]["first"]["layers"] == "1" and facts["head_dtype"] == "bf16" and facts["toml"] == printed
+    assert facts["options"]["assign_precision.embedding"] == "int8"
 
 
 def test_what_a_recipe_chooses_for_a_model(mine: Path, tiny_checkpoint: Path, capsys: Capture) -> None:
@@ -57,6 +59,7 @@ def test_what_a_recipe_chooses_for_a_model(mine: Path, tiny_checkpoint: Path, ca
     ("arguments", "message"),
     [
         (("--head-dtype", "bf16"), "--head-dtype changes a recipe: give the name of one, or a file"),
+        (("--embedding-dtype", "int8"), "--embedding-dtype changes a recipe: give the name of one, or a file"),
         (("w4a9",), "recipe w4a9 is unknown"),
         (("MINE", "--set", "rules.first.weight=w3"), "rule first: weight format w3 is unknown"),
         (("MINE", "--set", "rules.first.kv=kv8"), "the KV cache has one format for all layers"),

@@ -27,6 +27,7 @@ WRONG = {
     ("build", "good", "-o", "x", "--set", "onlin=true"): "(did you mean online?)",
     ("build", "good", "-o", "x", "--set", "rotate.enabled=2"): "write true or false",
     ("build", "good", "-o", "x", "--head-dtype", "int9"): "(did you mean int8?)",
+    ("build", "good", "-o", "x", "--embedding-dtype", "int9"): "(did you mean int8?)",
     ("build", "good", "-o", "x", "--explain", "rotat"): "there is no such pass",
     ("build", "good", "-o", "x", "--recipe", "w4a9"): "(did you mean w4a8?)",
     ("build", "good", "-o", "x", "--recipe", "W4A8"): "(did you mean w4a8?)",

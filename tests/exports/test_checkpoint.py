@@ -171,6 +171,9 @@ def test_a_head_that_differs_is_no_longer_tied(built: Callable[..., Path], tmp_p
     checkpoint.write(built("w4a16", head_dtype="bf16"), tmp_path / "b", "compressed-tensors")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["tie_word_embeddings"] is True
     assert "lm_head.weight" not in read_back(tmp_path / "b")
+    shared = built("w4a16", options={"assign_precision.embedding": "int8"})
+    checkpoint.write(shared, tmp_path / "c", "compressed-tensors")
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
 FOLDED = {"fold_norms.enabled": "true", "rotate.enabled": "true", "smooth.enabled": "true"}

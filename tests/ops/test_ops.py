@@ -72,6 +72,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "interleave_rows": (rand(20, 4), rand(20, 4), 16),
     "quantize_weight": (rand(17, 200), "qoq_g128"),
     "quantize_mixed": (rand(17, 200), torch.arange(17) % 3 == 0),
+    "dequantize": (weight_format("w8_sym_channel").quantize(rand(17, 200)), "w8_sym_channel", 200),
     "worst_rows": (rand(17, 200), 0.2),
     "upper_nibble": (weight_format("nested_8_4").quantize(rand(17, 200)),),
     "quantize_activation": (rand(2, 3, 200), "int8", 128),

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 import qcompile
+from qcompile import ops
 from qcompile.formats.kv import kv_format
 from qcompile.graph import Graph
 from qcompile.testing import Begun
@@ -189,3 +190,11 @@ def loss_of_keys(graph: Graph, text: torch.Tensor) -> float:
     q, k = probe.run(text, torch.arange(text.shape[1]).expand_as(text))
     error = kv_format("kv4").round_trip(k) - k
     return float(torch.einsum("bthd,bshd->bhts", q, error.repeat_interleave(2, 2)).square().mean())
+
+
+def tied(graph: Graph) -> Graph:
+    """The decoder with its embedding's table as the weight of the head."""
+    (table,) = (ops.operand(node, "weight") for node in graph.calls("embedding"))
+    head = graph.calls("linear")[-1]
+    head.replace_input_with(ops.operand(head, "weight"), table)
+    return graph

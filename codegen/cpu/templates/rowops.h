@@ -145,6 +145,20 @@ QC_NOINLINE void embed(Range rows, const int32_t* ids, const T* table, int width
   }
 }
 
+// The same for a table packed as the weight of a w8_sym_channel gemm: [vocab / 16][kp / 4][16 rows][4], code + 128.
+QC_NOINLINE void embed(Range rows, const int32_t* ids, const uint8_t* codes, const float* row_scale, int width,
+                       float factor, float* out) {
+  const int kp = gemm_kp(width);
+  for (int t = rows.begin; t < rows.end; ++t) {
+    const int64_t id = ids[t];
+    const uint8_t* from = codes + (id / 16) * 16 * kp + id % 16 * 4;
+    const float scale = row_scale[id];
+    float* to = out + (int64_t)t * kp;
+    for (int i = 0; i < kp; i += 4, from += 64)  // codes past `width` stand for 0
+      for (int j = 0; j < 4; ++j) to[i + j] = ((int)from[j] - 128) * scale * factor;
+  }
+}
+
 // out[t] = given[t] * factor where given[t] is not null, in place of a token's row.   given: [tokens] or null, each [width]
 QC_NOINLINE void embed_given(Range rows, const float* const* given, int width, float factor, float* out) {
   for (int t = rows.begin; given && t < rows.end; ++t)

@@ -14,6 +14,7 @@ from torch import Tensor
 from qcompile import ops
 from qcompile.codegen.calls import Call, Elementwise, Embed, Norm
 from qcompile.formats.blocks import as_blob, pack_vector
+from qcompile.formats.symmetric import W8_SYM_CHANNEL
 from tests.support.columns import Case, Columns
 
 WIDTH = 40  # not a multiple of a vector: the padding must stay zero
@@ -64,7 +65,9 @@ CALLS: dict[str, list[Call]] = {
     "large eps": [replace(RMS, eps=3.0)],
     "bf16": [Embed("embed16", "y", "table16", "bf16", WIDTH)],
     "f16": [Embed("halves", "y", "halves", "f16", WIDTH)],
+    "i8": [Embed("codes", "y", "codes", "i8", WIDTH, scale=1.5, row_scale="row_scale")],
 }
+CODES = W8_SYM_CHANNEL.quantize(TABLE)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,7 @@ def rows() -> Iterator[dict[str, np.ndarray]]:
         "weight": pack_vector(WEIGHT),
         "bias": pack_vector(BIAS),
         "curve": pack_vector(CURVE),
+        **dict(zip(("codes", "row_scale"), W8_SYM_CHANNEL.pack(CODES).values(), strict=True)),
     }
     embed = Embed("embed", "x", "table", "f32", WIDTH)
     cases = {name: Case([embed, *calls], "y") for name, calls in CALLS.items()}
@@ -120,3 +124,7 @@ def test_embedding_of_bf16_is_exact(rows: dict[str, np.ndarray]) -> None:
 def test_embedding_of_f16_is_exact(rows: dict[str, np.ndarray]) -> None:
     """Of all exponents, also subnormal numbers."""
     np.testing.assert_array_equal(rows["f16"], HALVES.float()[TOKENS])
+
+
+def test_embedding_of_codes_is_exact(rows: dict[str, np.ndarray]) -> None:
+    np.testing.assert_array_equal(rows["i8"], (W8_SYM_CHANNEL.dequantize(CODES, WIDTH) * 1.5)[TOKENS])

@@ -18,13 +18,13 @@ from qcompile import ops, recipes
 from qcompile.calibration import Calibration
 from qcompile.cli.bench import seconds_of
 from qcompile.codegen.buffers import PAD
-from qcompile.codegen.calls import Embed, QuantizeRows
+from qcompile.codegen.calls import Embed, Gemm, QuantizeRows
 from qcompile.codegen.gpu.attention import AttentionSpec
 from qcompile.codegen.gpu.attention_splits import SplitLimits
 from qcompile.codegen.gpu.attention_variants import for_queries
 from qcompile.codegen.gpu.compile import triton_version
 from qcompile.codegen.gpu.gemm import tiles
-from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
+from qcompile.codegen.gpu.gemm.pack import GPU_PACKING, pack_gpu
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.rows import MAX_WIDTH, RowSpec, in_blocks
@@ -33,12 +33,13 @@ from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import Program
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
+from qcompile.formats.symmetric import W8_SYM_CHANNEL
 from qcompile.passes.base import run_passes
 from qcompile.passes.schedule import configure
 from qcompile.targets import TARGETS
 from tests.support.cases import first
 from tests.support.compiled import Record, sizes_of_sums
-from tests.support.graphs import decoder, latent, step_inputs
+from tests.support.graphs import decoder, latent, step_inputs, tied
 from tests.support.interpreted import interpreted, needs_triton
 from tests.support.lowering import gpu_program
 from tests.support.tiny import Chunk
@@ -497,3 +498,30 @@ def test_attention_sums_features_alike_in_all_programs(format: str, compiled: Re
 def test_what_has_no_gpu_kernel_is_refused_by_name(recipe: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         make_plan(lowered(recipe, passes=options)[1], TARGETS["h200"])
+
+
+def interpret_rounded_rows() -> None:
+    """Rows of a table packed as a GEMM's weight; neither rows nor columns are whole blocks."""
+    from qcompile.codegen.gpu.compile import load
+
+    parts = W8_SYM_CHANNEL.quantize(torch.randn(70, 200, generator=torch.Generator().manual_seed(2)))
+    packed, ids = pack_gpu(parts, "w8_sym_channel"), torch.tensor([0, 69, 33, 32, -1], dtype=torch.int32)
+    spec = RowSpec(200, 256, 200, "i8", indexed=True, factor=1.5)
+    result = torch.zeros(5, 200)
+    load(spec.kernel(80))[5, 1, 1](packed["w"], result, ids, packed["w_scale"])
+    assert torch.equal(result, (W8_SYM_CHANNEL.dequantize(parts, 200) * 1.5)[ids.clamp(min=0).long()])
+
+
+def test_rounded_rows_interpreted() -> None:
+    interpreted(__name__, "interpret_rounded_rows()")
+
+
+def test_rounded_rows_compile(compiled: Record) -> None:
+    """A step reads them from the weight that the head multiplies by."""
+    graph = tied(decoder(**SHAPE, layers=1))
+    program = gpu_program(graph, "w8a8", {"assign_precision.embedding": "int8"})[1]
+    embed = next(call for call in program.calls if isinstance(call, Embed))
+    assert embed.table in {name for call in program.calls if isinstance(call, Gemm) for name in call.weights.values()}
+    plan = make_plan(program, TARGETS["h200"])
+    (kernel,) = (kernel for kernel in plan.kernels.values() if any(a.name == "row_scale" for a in kernel.arguments))
+    assert compiled(kernel, 90).spill_bytes == 0
