@@ -12,11 +12,11 @@ from qcompile.artifact.hashes import listed_file
 from qcompile.artifact.layout import Manifest
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.runtime.cpu.executor import Executor, StateMemory, bind
+from qcompile.runtime.cpu.heads import LibraryHeadSpeculator
 from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory, join
 from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory
-from qcompile.runtime.speculation.heads import HeadSpeculator
 from qcompile.runtime.speculation.reencode import Reencoder, open_reencoder
 from qcompile.runtime.speculation.stages import Drafter, DraftStage, Speculator
 from qcompile.runtime.step import Limits
@@ -166,7 +166,7 @@ def _open_stages(
     return LibrarySpeculator(target, opened)
 
 
-def _open_head(artifact: LoadedArtifact, stage: dict[str, Any], target: Executor, undo: ExitStack) -> HeadSpeculator:
+def _open_head(artifact: LoadedArtifact, stage: dict[str, Any], target: Executor, undo: ExitStack) -> Drafter:
     """Open a draft head with the target's threads and page numbers, and a cache of its own. `undo` closes it.
 
     Raises ArtifactError if it does not fit the target.
@@ -183,7 +183,7 @@ def _open_head(artifact: LoadedArtifact, stage: dict[str, Any], target: Executor
         executor.connect()
     if head.features.shape != target.features.shape:
         raise ArtifactError(f"{artifact.root}: the model and its draft head have different features; build it again")
-    return HeadSpeculator(target, head, stage["gamma"], _head_tokens(artifact, stage, target.limits.vocab))
+    return LibraryHeadSpeculator(target, head, stage["gamma"], _head_tokens(artifact, stage, target.limits.vocab))
 
 
 def _head_tokens(artifact: LoadedArtifact, stage: dict[str, Any], vocabulary: int) -> NDArray[np.int32] | None:

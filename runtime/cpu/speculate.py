@@ -33,6 +33,16 @@ class _Stage(ctypes.Structure):
     ]
 
 
+class QcHead(ctypes.Structure):
+    """`qc_head` of the library: what a draft head gets from the target in rounds."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tokens", "target", "own", "given", "known")),
+        ("room", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+    ]
+
+
 class _Speculation(ctypes.Structure):
     """`qc_speculation` of the library."""
 
@@ -40,6 +50,7 @@ class _Speculation(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("stages", "sequences", "rounds", "max_rows", "stride", "block_stride")),
         ("stage", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in _ARRAYS),
+        ("head", ctypes.c_void_p),
     ]
 
 
@@ -59,7 +70,19 @@ class LibrarySpeculator(Speculator):
     def _extend(
         self, requests: Sequence[Request], gammas: Sequence[int], ends: Sequence[int], rounds: int
     ) -> tuple[list[StageResult], Sequence[float]]:
+        return self.extend(requests, gammas, ends, rounds, None)
+
+    def extend(
+        self,
+        requests: Sequence[Request],
+        gammas: Sequence[int],
+        ends: Sequence[int],
+        rounds: int,
+        head: QcHead | None,
+    ) -> tuple[list[StageResult], Sequence[float]]:
+        """As `_extend`; `head` is None unless the first draft stage is a draft head."""
         memory, before = self._fill(requests, gammas, ends, rounds)
+        memory.call.head = ctypes.addressof(head) if head else None
         inputs = [
             request.sampler.inputs(request.sequence.computed, end - len(request.sequence.tokens) if rounds else 0)
             for request, end in zip(requests, ends, strict=True)

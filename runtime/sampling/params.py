@@ -221,9 +221,13 @@ class SamplingParams:
     @property
     def argmax_only(self) -> bool:
         """Whether only the argmax of the model's logits is needed."""
+        return self.temperature == 0 and self.logprobs is None and self.unchanged
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether tokens are chosen from the model's logits as they are: no penalties, biases, bans and grammar."""
         plain = self.repetition_penalty == 1 and not self.counts and not (self.logit_bias or self.bans)
-        plain = plain and self.structured_outputs is None
-        return self.temperature == 0 and self.logprobs is None and plain
+        return plain and self.structured_outputs is None
 
     def needs_logits(self, samples: bool) -> bool:
         """Whether a step must return the logits; `samples` tells that the executor can choose from them and report."""

@@ -1,4 +1,6 @@
-"""Rounds with a draft head (EAGLE-3, arXiv 2503.01840): it reads features of the target beside the text.
+"""Rounds with a draft head (EAGLE-3, arXiv 2503.01840), step by step from the host.
+
+A head reads features of the target beside the text.
 
 Row p of the head has the features of position p and the token at p + 1; it gives features and a draft for p + 2. The
 features are the target's where the target has computed the position, and the head's own after that. The head's cache
@@ -27,8 +29,8 @@ Choose = Callable[[int, int, FloatArray | None], int]
 """Returns a draft for text i, from the head's argmax (a token of the target) and its logits if they are wanted."""
 
 
-class _TargetFeatures(NamedTuple):
-    """The target's features [positions, width] of the positions from `first` on that the head's cache lacks."""
+class TargetFeatures(NamedTuple):
+    """The target's features [positions, width] of a text's positions from `first` on, which the head's cache lacks."""
 
     first: int
     features: FloatArray
@@ -87,7 +89,7 @@ class HeadSpeculator(Speculator):
     ) -> None:
         super().__init__(target, [DraftStage(head, gamma)])
         self._target, self._head, self._tokens = target, head, tokens
-        self._known: dict[int, _TargetFeatures] = {}
+        self._known: dict[int, TargetFeatures] = {}
 
     # ---- what is known of requests ----------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class HeadSpeculator(Speculator):
     def settle(self, request: Request) -> None:
         super().settle(request)
         first, features = self._of(request)
-        self._known[request.id] = _TargetFeatures(first, features[: max(0, request.sequence.computed - first)])
+        self._known[request.id] = TargetFeatures(first, features[: max(0, request.sequence.computed - first)])
 
     def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
         features, at, many = self._target.features, 0, len(rows)
@@ -112,13 +114,20 @@ class HeadSpeculator(Speculator):
                 self._keep(request, row.start, own[: max(0, request.sequence.computed - row.start)])
         self._fill([request for request in requests if request.sequence.pages], self.most_lag)
 
-    def _nothing(self, first: int) -> _TargetFeatures:
-        return _TargetFeatures(first, np.empty((0, self._target.features.shape[1]), np.float32))
+    def _nothing(self, first: int) -> TargetFeatures:
+        return TargetFeatures(first, np.empty((0, self._target.features.shape[1]), np.float32))
 
-    def _of(self, request: Request) -> _TargetFeatures:
+    def _of(self, request: Request) -> TargetFeatures:
         """The features that are known of a request, from the first position that the head's cache lacks."""
         known, first = self._known[request.id], request.drafts.cached[0]
         return known if known.first == first else self._nothing(first)
+
+    def _read(self, request: Request, computed: int) -> TargetFeatures:
+        """The features that the head reads first to draft for a text of which `computed` positions are computed."""
+        known = self._of(request)
+        if not computed or (len(known.features) and known.first + len(known.features) >= computed):
+            return known
+        return TargetFeatures(computed - 1, np.zeros_like(self._target.features[:1]))  # after a rewind: any will do
 
     def _keep(self, request: Request, start: int, features: FloatArray) -> None:
         """Keep the target's features of the positions from `start` on.
@@ -128,7 +137,7 @@ class HeadSpeculator(Speculator):
         first, known = self._of(request)
         if not first <= start <= first + len(known):
             request.drafts.cached[0] = first = start
-        self._known[request.id] = _TargetFeatures(first, np.concatenate([known[: start - first], features]))
+        self._known[request.id] = TargetFeatures(first, np.concatenate([known[: start - first], features]))
 
     # ---- steps of the head ------------------------------------------------------------------------
 
@@ -149,7 +158,7 @@ class HeadSpeculator(Speculator):
                 self._head.given[at - room : at - room + count] = known[:count]
                 rows.append(Rows(tokens, first, request.sequence.pages, 0))
                 request.drafts.cached[0] = first + count
-                self._known[request.id] = _TargetFeatures(first + count, known[count:])
+                self._known[request.id] = TargetFeatures(first + count, known[count:])
                 room -= count
             self._head.step(rows, logits=False)
 
@@ -160,9 +169,7 @@ class HeadSpeculator(Speculator):
         pending: list[FloatArray] = []
         for text in texts:
             text.want *= text.computed > 0  # the first row of the head needs features of the target
-            first, known = self._of(text.request)
-            if not len(known) or first + len(known) < text.computed:  # after a rewind: any features will do
-                first, known = text.computed - 1, np.zeros((1, known.shape[1]), np.float32)
+            first, known = self._read(text.request, text.computed)
             places.append(first)
             pending.append(known)
             text.drafts = []

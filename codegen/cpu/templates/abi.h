@@ -82,6 +82,16 @@ typedef struct {               // one draft stage: a path of the artifact, or pr
 
 enum { qc_most_drafts = 16 };
 
+typedef struct {               // what a draft head, stage 1, gets from the target in rounds; both are connected (qc_connect)
+  const int32_t* tokens;       // [vocab of the stage] the tokens that the head proposes; null: their own numbers
+  const float* target;         // features that the target's last step has returned
+  const float* own;            // those that the head's last step has returned
+  float* given;                // those that the head's steps read
+  float* known;                // [S][room][width] in/out: the target's of positions computed[1][s] to computed[0][s] - 1
+  int32_t room;                // at least 2 * qc_most_drafts
+  int32_t width;
+} qc_head;
+
 typedef struct {               // rounds of drafting and verifying for S sequences
   int32_t stages;              // stage 0 is the target; stage i + 1 drafts for stage i
   int32_t sequences;
@@ -103,6 +113,7 @@ typedef struct {               // rounds of drafting and verifying for S sequenc
   int32_t* accepted;           // [S][qc_most_drafts] += accepted drafts, by the same index
   double* seconds;             // [stages] += time spent in the stage's steps
   const int32_t* state_slots;  // [S] as in qc_batch, the same in all stages
+  const qc_head* head;         // null: stage 1 is no draft head. Libraries built before it was added ignore it
 } qc_speculation;
 
 QC_API const char* qc_describe(void);             // JSON: abi, isa, dimensions, call names in order

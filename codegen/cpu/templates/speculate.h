@@ -3,9 +3,11 @@
 // A stage proposes tokens. The stage above computes them all in one step and keeps those it would have chosen itself,
 // plus one more (Leviathan et al. 2023, greedy case). A stage that is not the last drafts by the same rule with the
 // stage below (ML-SpecQD 3.2), so any stage's proposal is its own greedy continuation. Where the text repeats itself at
-// length, a lookup stage at the end proposes to the target directly, bypassing the stages between.
+// length, a lookup stage at the end proposes to the target directly, bypassing the stages between. A draft head as stage
+// 1 drafts alone (draft_head.h).
 #pragma once
 #include "abi.h"
+#include "draft_head.h"
 #include "rowops.h"
 #include "thread_pool.h"
 
@@ -17,6 +19,7 @@ struct Speculator {
   int32_t *slots, *certain, *settled;        // [S] of the running step; [S] positions of the text without drafts
   float* logits;                             // [S][vocab], for thresholds
   qc_sampling* sampling;                     // [S] of the running step
+  HeadFeatures features;                     // of a draft head as stage 1
 
   // Tokens that must recur before a lookup proposes what followed them; the second where a model could draft instead.
   static constexpr int kShortestMatch = 3, kConfidentMatch = 4;
@@ -29,17 +32,22 @@ struct Speculator {
     return false;
   }
 
+  bool is_head(int k) const { return k == 1 && q.head; }
+
   // One step of stage k over the tokens missing from its cache. The last outs[s] rows of sequence s give argmax; 0:
-  // sequence s is not in the step.
+  // sequence s is not in the step. A row of a draft head has the position of its features, one before its token's.
   bool run(int k, bool need_logits) {
     const qc_stage& stage = q.stage[k];
+    const int before = is_head(k);
     int tokens = 0, outputs = 0, n = 0;
     query_start[0] = 0;
     for (int s = 0; s < q.sequences; ++s) {
       if (!outs[s]) continue;
-      const int begin = computed(k, s) - q.first[s], end = q.length[s];
+      const int begin = computed(k, s) - q.first[s], end = q.length[s] - before;
       if (begin < 0 || end - begin < outs[s] || tokens + end - begin > q.max_rows) return false;
-      for (int i = begin; i < end; ++i, ++tokens) ids[tokens] = token_after(text(s)[i]), positions[tokens] = q.first[s] + i;
+      if (k == 0 && q.head) features.rows[s] = tokens;
+      for (int i = begin; i < end; ++i, ++tokens)
+        ids[tokens] = token_after(text(s)[i + before]), positions[tokens] = q.first[s] + i;
       for (int i = tokens - outs[s]; i < tokens; ++i) rows[outputs++] = i;
       memcpy(tables + (int64_t)n * q.block_stride, q.block_table + (int64_t)s * q.block_stride,
              (size_t)q.block_stride * sizeof(int32_t));
@@ -47,6 +55,7 @@ struct Speculator {
       certain[n] = k && !stage.cache ? 0 : settled[s];  // a stage over the target's states leaves their base alone
       if (q.sampling) sampling[n] = q.sampling[s];
       if (q.sampling && k > 0) sampling[n].reported = 0;  // only the target's rows tell what is appended
+      if (q.sampling && before) by_numbers_of_head(sampling[n]);
       query_start[++n] = tokens;
       computed(k, s) = q.first[s] + end;
     }
@@ -62,6 +71,7 @@ struct Speculator {
   // Appends want[k][s] tokens to every sequence, fewer where a lookup or a threshold ends the draft.
   bool extend(int k) {
     if (!q.stage[k].step) return look_up(k);
+    if (is_head(k)) return extend_by_head();
     return k + 1 < q.stages ? extend_by_rounds(k) : extend_alone(k);
   }
 
@@ -83,11 +93,50 @@ struct Speculator {
     return true;
   }
 
+  // Appends what a draft head proposes: its first step reads the features that are known of the target, and each step
+  // after it its own.
+  bool extend_by_head() {
+    int32_t* left = want + q.sequences;
+    for (int s = 0; s < q.sequences; ++s) {
+      if (!features.count(s)) left[s] = 0;  // the target has computed nothing yet
+      features.drafting[s] = left[s] > 0;
+    }
+    for (bool first = true; any(left); first = false) {
+      for (int s = 0, at = 0; s < q.sequences; ++s) {
+        outs[s] = left[s] > 0;
+        if (outs[s]) at = first ? features.give_known(s, at) : features.give_own(s, at);
+      }
+      if (!run(1, false)) return false;
+      for (int s = 0, at = 0; s < q.sequences; ++s)
+        if (outs[s]) text(s)[q.length[s]++] = features.token(argmax[at++]), --left[s];
+    }
+    for (int s = 0; s < q.sequences; ++s)
+      if (features.drafting[s]) computed(1, s) = computed(0, s);  // rows of its own features are computed again
+    return true;
+  }
+
+  // Lets the head compute rows that it lacks where they are many: a lookup has proposed in its place. The last of them
+  // is computed again to draft.
+  bool fill_head() {
+    const int each = q.max_rows / q.sequences, room = q.head->room - qc_most_drafts, most = each < room ? each : room;
+    for (int s = 0; s < q.sequences; ++s) {
+      const int count = features.count(s);
+      if (count <= 1 || count <= most) continue;
+      for (int other = 0; other < q.sequences; ++other) outs[other] = other == s;
+      features.give_known(s, 0);
+      if (!run(1, false)) return false;
+      features.copy(features.known(s), features.known(s) + (int64_t)(count - 1) * q.head->width, 1);
+      computed(1, s) = computed(0, s) - 1;
+    }
+    return true;
+  }
+
   bool extend_by_rounds(int k) {
     const int n = q.sequences;
     int32_t *left = want + k * n, *below = left + n, *start = draft_start + k * n;
     const bool shortcut = k == 0 && q.stages > 2 && !q.stage[q.stages - 1].step;
     for (int round = 0; any(left) && (k > 0 || round < q.rounds); ++round) {
+      if (k == 0 && q.head && !fill_head()) return false;
       for (int s = 0; s < n; ++s) {
         const int gamma = k ? q.stage[k + 1].gamma : q.gamma[s];
         start[s] = q.length[s];
@@ -101,6 +150,7 @@ struct Speculator {
       for (int s = 0, at = 0; s < n; ++s) {
         if (!outs[s]) continue;
         left[s] -= accept(k, s, argmax + at);
+        if (k == 0 && q.head) features.keep(s, positions[features.rows[s]]);
         at += outs[s];
       }
     }
@@ -165,6 +215,13 @@ struct Speculator {
     return true;
   }
 
+  // For a head, which numbers tokens in its own way and knows none before: temperature and limits alone. Its row of
+  // position p draws what the target's row of p + 1 draws.
+  static void by_numbers_of_head(qc_sampling& d) {
+    d.room = 0, d.biased = 0, d.known = 0, d.fill_mask = nullptr;
+    d.first -= 1;
+  }
+
   static float top_probability(const float* x, int n) {
     float top = x[0], sum = 0;
     for (int i = 1; i < n; ++i) top = x[i] > top ? x[i] : top;
@@ -194,12 +251,14 @@ struct Speculator {
     slots = take(n), certain = take(n), settled = take(n);
     logits = (float*)take(n * vocab);
     sampling = (qc_sampling*)take(n * sizeof(qc_sampling) / 4);
+    features = {q.head, q.computed, q.sequences, take(n), take(n), take(n)};
     return at;
   }
 };
 
 QC_API int qc_speculate(const qc_speculation* q) {
   if (!q || q->stages < 2 || q->sequences < 1 || !q->stage[0].step) return 1;
+  if (q->head && !HeadFeatures::valid(*q)) return 1;
   Speculator speculator{*q};
   void* memory = nullptr;
   if (posix_memalign(&memory, 64, speculator.carve(nullptr))) return 1;

@@ -16,12 +16,14 @@ import qcompile
 from qcompile import SamplingParams
 from qcompile.heads.model import DraftHead
 from qcompile.heads.target import HeadTarget
+from qcompile.runtime.cpu.heads import LibraryHeadSpeculator
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.speculation.heads import HeadSpeculator
 from tests.conftest import MadeOnce
 from tests.support.calls import fix_calls
+from tests.support.cases import first
 from tests.support.heads import PROPOSED, SHAPE, save_head, save_target
 
 PROMPTS = ["def main(", "import os\n\n\nclass Reader:\n", "x", "# " + "word " * 90, "for i in range(10):\n    "]
@@ -77,7 +79,6 @@ def test_tokens_are_the_targets_own(artifact: Path, plain: LLM) -> None:
     """
     wanted, drawn, changed = (generate(plain, **options)[0] for options in ({}, DRAWN, PENALTIES))
     with qcompile.load(artifact, threads=1, gamma=1) as llm:
-        assert isinstance(llm.engine.speculation.drafter, HeadSpeculator)
         for gamma in (1, 2, 3, 4, AUTO):
             llm.engine.speculation.gamma = gamma
             tokens, metrics = generate(llm, PROMPTS[:3])
@@ -113,6 +114,7 @@ def test_drafts_are_those_of_torch(artifact: Path, target: Path, head: Path, mon
     net.load_state_dict({name: value.float() for name, value in stored.items() if name != "d2t"})
     with qcompile.load(artifact, threads=1, gamma=3, prefix_caching=False) as llm:
         engine = llm.engine
+        steer_by_host(llm)
         fix_calls(engine, 2)
         assert engine.tokenizer
         request = engine.add(engine.tokenizer.encode(PROMPTS[1]).ids, SamplingParams(temperature=0, max_tokens=90))
@@ -123,6 +125,29 @@ def test_drafts_are_those_of_torch(artifact: Path, target: Path, head: Path, mon
     assert len(made) == 6
     for tokens, drafts in made:
         assert drafts == torch_drafts(model, net, tokens, len(drafts))
+
+
+def steer_by_host(llm: LLM) -> None:
+    """Let the host run rounds, step by step."""
+    drafter = llm.engine.speculation.drafter
+    assert isinstance(drafter, LibraryHeadSpeculator)
+    llm.engine.speculation.drafter = HeadSpeculator(drafter._target, drafter._head, 3, drafter._tokens)
+
+
+@pytest.mark.parametrize("gamma", first((3,), [1, 3, 8]))
+def test_rounds_by_the_host_are_those_of_the_library(gamma: int, artifact: Path) -> None:
+    """What was drafted and kept at every place, greedily and drawn, in calls of several rounds, and after prompts."""
+    result = []
+    for by_host in (False, True):
+        with qcompile.load(artifact, threads=1, gamma=gamma, prefix_caching=False) as llm:
+            if by_host:
+                steer_by_host(llm)
+            fix_calls(llm.engine, 4)
+            made = [generate(llm), generate(llm, **DRAWN)]
+            result.append([(tokens, [(one.drafted, one.accepted) for one in each]) for tokens, each in made])
+    assert result[0] == result[1]
+    for _, counts in result[0]:
+        assert sum(sum(accepted) for _, accepted in counts) > 10
 
 
 def torch_drafts(model: HeadTarget, net: DraftHead, tokens: list[int], depth: int) -> list[int]:
