@@ -109,6 +109,11 @@ class SpeculationMetrics:
         return 1 + sum(self.accepted) / self.rounds if self.rounds else None
 
     @property
+    def drafted_per_round(self) -> float | None:
+        """Mean number of drafted tokens per round; None without a round."""
+        return sum(self.drafted) / self.rounds if self.rounds else None
+
+    @property
     def accepted_per_position(self) -> list[float]:
         """Share of accepted tokens at each position of a round."""
         return [kept / made for kept, made in zip(self.accepted, self.drafted, strict=True) if made]

@@ -56,11 +56,13 @@ def summary(path: Path) -> dict[str, Any]:
 
 
 def _stage(stage: dict[str, Any]) -> dict[str, Any]:
-    """A draft stage in short: a path with the target's cache or its own, or a lookup."""
+    """A draft stage in short: a path with the target's cache or its own, a draft head, or a lookup."""
     if "lookup" in stage:
         return {"kind": "lookup", "gamma": stage["gamma"]}
     entry = {"kind": stage["path"], "gamma": stage["gamma"], "cache": "shared", "weights": len(stage["weights"])}
     entry["passes"] = stage.get("passes") or []
+    if stage.get("features"):
+        entry |= {"head": True, "drafted_vocabulary": stage["vocab_size"]}
     return entry | {"cache": "own", "kv_per_token": _per_token(stage["kv"])} if stage.get("kv") else entry
 
 
@@ -169,7 +171,8 @@ def _adapters(merged: dict[str, float]) -> str:
 
 def _draft_text(draft: dict[str, Any]) -> str:
     own = f", {console.byte_size(draft['kv_per_token'])} per token" if "kv_per_token" in draft else ""
-    return f"{draft['kind']} ({draft['cache']} cache{own})" if "cache" in draft else str(draft["kind"])
+    head = f"draft head for {draft['drafted_vocabulary']} tokens, " if draft.get("head") else ""
+    return f"{draft['kind']} ({head}{draft['cache']} cache{own})" if "cache" in draft else str(draft["kind"])
 
 
 def _pass_line(entry: dict[str, Any]) -> str:

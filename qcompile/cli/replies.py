@@ -24,7 +24,8 @@ def show(stream: Iterator[RequestOutput], quiet: bool) -> RequestOutput:
 def result_of(output: RequestOutput, drafts: bool) -> dict[str, Any]:
     """What `run --json` prints. The first token belongs to prefill, so the decode speed is of the others.
 
-    drafts: whether the model drafts; if it ran no round, the rates are null.
+    drafts: whether the model drafts; if it ran no round, the rates are null. `gamma` is that of the last round alone,
+    `drafted_per_round` is the mean of all.
     """
     from qcompile.runtime.outputs import SpeculationMetrics
 
@@ -42,6 +43,7 @@ def result_of(output: RequestOutput, drafts: bool) -> dict[str, Any]:
         "decode_tokens_per_second": decoded / metrics.decode_seconds if timed else None,
     }
     if speculation:
-        names = ("rounds", "acceptance_rate", "tokens_per_round", "gamma", "draft_seconds", "verify_seconds")
-        result |= {name: getattr(speculation, name) for name in (*names, "accepted_per_position")}
+        rates = ("acceptance_rate", "tokens_per_round", "drafted_per_round", "accepted_per_position")
+        names = ("rounds", *rates, "gamma", "draft_seconds", "verify_seconds")
+        result |= {name: getattr(speculation, name) for name in names}
     return result

@@ -144,12 +144,20 @@ def _stored(path: Path) -> dict[str, Weight]:
     for name, entry in checkpoint.entries.items():
         short = next((name.removeprefix(prefix) for prefix in _LAYER_NAMES if name.startswith(prefix)), name)
         floats = entry.dtype.is_floating_point
-        load: Callable[[], Tensor] = partial(checkpoint.load if floats else checkpoint.raw, name)
+        load: Callable[[], Tensor] = partial(_loaded, checkpoint, name) if floats else partial(checkpoint.raw, name)
         dtype = torch.float32 if floats else entry.dtype
         stored[short.removeprefix("model.")] = Weight(
             tuple(entry.shape), dtype, load, stored=entry.dtype if floats else None
         )
     return stored
+
+
+def _loaded(checkpoint: Checkpoint, name: str) -> Tensor:
+    """The tensor in float32. Raises UsageError, which names the head, if the tensor holds NaN or infinity."""
+    try:
+        return checkpoint.load(name)
+    except UsageError as error:
+        raise UsageError(f"draft {checkpoint.directory}: {error}") from error
 
 
 def _check(settings: HeadSettings, stored: Mapping[str, Weight]) -> None:

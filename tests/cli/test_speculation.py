@@ -15,7 +15,8 @@ from qcompile.cli.build import print_build
 from qcompile.passes.base import PassRecord
 from qcompile.pipeline import BuildReport
 
-FIELDS = {"acceptance_rate", "tokens_per_round", "gamma", "draft_seconds", "verify_seconds", "accepted_per_position"}
+RATES = {"acceptance_rate", "tokens_per_round", "drafted_per_round", "accepted_per_position"}
+FIELDS = RATES | {"gamma", "draft_seconds", "verify_seconds"}
 
 
 def code_of(*arguments: object) -> int:
@@ -54,6 +55,7 @@ def test_from_build_to_run(
     plain, drafted, auto = (json_of(*run, "--gamma", gamma) for gamma in (0, 3, "auto"))
     assert plain["token_ids"] == drafted["token_ids"] == auto["token_ids"]
     assert not FIELDS & plain.keys() and drafted.keys() >= FIELDS and drafted["gamma"] <= 3
+    assert 0 < drafted["drafted_per_round"] <= 3
     first = json_of("run", out, "--prompt", "def main(", "--max-tokens", 1, "--gamma", 3)
     assert first["rounds"] == 0 and first["acceptance_rate"] is None and first["accepted_per_position"] == []
     prompts.write_text('{"prompt": "def main("}\n{"prompt": [5, 6]}\n')

@@ -132,6 +132,12 @@ def test_a_damaged_head_is_named(target: Path, head: Path) -> None:
         plan(str(target), drafts=str(head))
 
 
+def test_a_head_with_numbers_that_are_not_finite_is_named(head: Path) -> None:
+    rewrite(head, lambda stored: stored | {"fc.weight": stored["fc.weight"] * float("nan")})
+    with pytest.raises(UsageError, match=f"draft {head}: weight fc.weight holds NaN"):
+        HeadFile.open(head).weights["fc.weight"].load()
+
+
 def test_weights_that_are_refused(head: Path) -> None:
     """None is skipped silently."""
     rewrite(head, lambda stored: stored | {"midlayer.gate.weight": torch.zeros(2)})
