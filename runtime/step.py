@@ -177,3 +177,6 @@ class FeatureExecutor(StepExecutor, Protocol):
 
     features: FloatArray
     given: FloatArray
+
+    def return_features(self, on: bool) -> None:
+        """Whether steps compute and return features from now on; at first they do."""

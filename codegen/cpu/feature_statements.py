@@ -14,7 +14,7 @@ def read_features(statements: Writing, call: ReadFeatures, _: int) -> list[str]:
 
 
 def write_features(statements: Writing, call: WriteFeatures, _: int) -> list[str]:
-    """The features that the runtime wants, if it does, split over the threads by rows."""
+    """The features that the runtime wants, split over the threads by rows."""
     x = statements.program.buffer(call.x)
     rows = f"s.mine({rows_kind(x)}, false)"
-    return [f"if (m.features) get_rows({rows}, {ident(call.x)}, {x.width}, m.features);"]
+    return [f"get_rows({rows}, {ident(call.x)}, {x.width}, m.features);"]

@@ -112,11 +112,15 @@ def _environment() -> Environment:
 
 def _rendered_calls(program: Program, barriers: Barriers, statements: Statements) -> list[_RenderedCall]:
     outputs = [flow.writes_outputs(program, call) for call in program.calls]
+    features = flow.only_for_features(program)
     rendered = []
     for index, call in enumerate(program.calls):
         first = outputs[index] and all(outputs[index:]) and not any(outputs[:index])
         hidden = (call.x, call.k) if isinstance(call, Gemm) and call.name == program.head else None
-        rendered.append(_RenderedCall(call.name, tuple(statements.of(index)), barriers.after(index), first, hidden))
+        lines = statements.of(index)
+        if index in features:
+            lines = ["if (m.features) {", *(f"  {line}" for line in lines), "}"]
+        rendered.append(_RenderedCall(call.name, tuple(lines), barriers.after(index), first, hidden))
     return rendered
 
 

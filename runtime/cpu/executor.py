@@ -421,6 +421,10 @@ class Executor:
         self.given = np.empty((self.limits.max_tokens, width), np.float32)
         self.library.qc_connect(self.handle, self.given.ctypes.data, self.features.ctypes.data)
 
+    def return_features(self, on: bool) -> None:
+        """Whether steps compute and return features from now on."""
+        self.library.qc_connect(self.handle, self.given.ctypes.data, self.features.ctypes.data if on else None)
+
     def profile(self, on: bool) -> None:
         """Start (resetting the counters) or stop timing each call."""
         self.library.qc_profile(self.handle, int(on))

@@ -83,6 +83,8 @@ class StepRunner:
             if plan.decoding:
                 steps = self.timer.steps.count(len(self._scheduler.running))
                 plan = self._scheduler.extend(plan, min(steps, choice.most or steps))
+        if plan.decoding:
+            self._speculation.rest(plan)
         if plan.steps > 1:
             return self._run_multi_step(plan, started)
         return self._run_step(plan, started, (), ())

@@ -73,6 +73,11 @@ class Speculation:
         if self.drafter:
             self.drafter.settle(request)
 
+    def rest(self, plan: StepPlan) -> None:
+        """The executor's next call decodes the requests of `plan` without drafts."""
+        if self.drafter:
+            self.drafter.rest(plan.requests)
+
     def note_rows(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int = 1) -> None:
         """Note that the executor has computed rows, and that the tokens after them are appended."""
         if self.drafter:

@@ -25,6 +25,9 @@ from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.speculation.stages import DraftStage, Speculator, StageResult
 from qcompile.runtime.step import FeatureExecutor, Rows
 
+_REST_AFTER = 48
+"""Tokens without drafts after which the target no longer computes features."""
+
 Choose = Callable[[int, int, FloatArray | None], int]
 """Returns a draft for text i, from the head's argmax (a token of the target) and its logits if they are wanted."""
 
@@ -34,6 +37,11 @@ class TargetFeatures(NamedTuple):
 
     first: int
     features: FloatArray
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.first + len(self.features)
 
 
 @dataclass(slots=True)
@@ -90,6 +98,9 @@ class HeadSpeculator(Speculator):
         super().__init__(target, [DraftStage(head, gamma)])
         self._target, self._head, self._tokens = target, head, tokens
         self._known: dict[int, TargetFeatures] = {}
+        self._undrafted = 0  # tokens of a request since the last drafts
+        self._resting = False
+        self._rested: set[int] = set()  # requests of which positions were computed without features
 
     # ---- what is known of requests ----------------------------------------------------------------
 
@@ -99,18 +110,31 @@ class HeadSpeculator(Speculator):
 
     def release(self, request: Request) -> None:
         self._known.pop(request.id, None)
+        self._rested.discard(request.id)
 
     def settle(self, request: Request) -> None:
         super().settle(request)
         first, features = self._of(request)
         self._known[request.id] = TargetFeatures(first, features[: max(0, request.sequence.computed - first)])
 
+    def rest(self, requests: Sequence[Request]) -> None:
+        self._resting = self._undrafted >= _REST_AFTER
+        if self._resting:
+            self._target.return_features(False)
+
     def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
+        self._undrafted += steps
+        if self._resting:
+            self._resting = False
+            self._target.return_features(True)
+            self._rested.update(request.id for request in requests if request.id in self._known)
+            return
         features, at, many = self._target.features, 0, len(rows)
         for index, (request, row) in enumerate(zip(requests, rows, strict=True)):
             own = features[index : many * steps : many] if steps > 1 else features[at : at + len(row.tokens)]
             at += len(row.tokens)
             if request.sequence.pages:  # else it has ended
+                self._bridge(request, row.start)
                 self._keep(request, row.start, own[: max(0, request.sequence.computed - row.start)])
         self._fill([request for request in requests if request.sequence.pages], self.most_lag)
 
@@ -125,7 +149,7 @@ class HeadSpeculator(Speculator):
     def _read(self, request: Request, computed: int) -> TargetFeatures:
         """The features that the head reads first to draft for a text of which `computed` positions are computed."""
         known = self._of(request)
-        if not computed or (len(known.features) and known.first + len(known.features) >= computed):
+        if not computed or (len(known.features) and known.end >= computed):
             return known
         return TargetFeatures(computed - 1, np.zeros_like(self._target.features[:1]))  # after a rewind: any will do
 
@@ -142,7 +166,34 @@ class HeadSpeculator(Speculator):
     # ---- steps of the head ------------------------------------------------------------------------
 
     def _catch_up(self, requests: Sequence[Request], gammas: Sequence[int]) -> None:
+        self._undrafted = 0
+        for request in requests:
+            self._wake(request)
         self._fill(requests, min(self.most_lag, max(1, self.target.limits.max_outputs // len(requests))))
+
+    def _wake(self, request: Request) -> None:
+        """Have features of a text for which the target has rested: it computes the newest positions once more.
+
+        That leaves its cache as it is.
+        """
+        computed = request.sequence.computed
+        newest = max(self._of(request).end, computed - self.most_lag)
+        if request.id in self._rested and newest < computed:
+            tokens = request.sequence.tokens[newest:computed]
+            self._bridge(request, newest)
+            self._target.step([Rows(tokens, newest, request.sequence.pages, 0)], False)
+            self._keep(request, newest, self._target.features[: len(tokens)])
+
+    def _bridge(self, request: Request, end: int) -> None:
+        """Have no features of the positions before `end` that the target has computed while it rested.
+
+        The head computes them with zeros: it knows their tokens alone.
+        """
+        known = self._of(request)
+        if request.id in self._rested:
+            self._rested.remove(request.id)
+            unknown = np.zeros((max(0, end - known.end), known.features.shape[1]), np.float32)
+            self._known[request.id] = TargetFeatures(known.first, np.concatenate([known.features, unknown]))
 
     def _fill(self, requests: Sequence[Request], lag: int) -> None:
         """Compute rows of the head where more than `lag` positions are known that its cache lacks; one always stays."""

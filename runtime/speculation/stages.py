@@ -76,6 +76,9 @@ class Drafter(Protocol):
     def settle(self, request: Request) -> None:
         """A step has verified drafts of the request, or has appended a token without drafts."""
 
+    def rest(self, requests: Sequence[Request]) -> None:
+        """The target's next call decodes these requests without drafts."""
+
     def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
         """The target has computed `rows`, one for each request, or the rows of `steps` decode steps from these on.
 
@@ -129,6 +132,9 @@ class Speculator:
         """After verification: entries of the drafts' caches past the target's computed positions are invalid."""
         cached = request.drafts.cached
         cached[:] = [min(positions, request.sequence.computed) for positions in cached]
+
+    def rest(self, requests: Sequence[Request]) -> None:
+        """A call without drafts follows: nothing to do, as drafts need nothing of it."""
 
     def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
         """The target has computed rows: nothing to note, as drafts read the text alone."""

@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 
 import qcompile
 from qcompile import SamplingParams
+from qcompile.cli import inspect
 from qcompile.heads.model import DraftHead
 from qcompile.heads.target import HeadTarget
+from qcompile.runtime.cpu.executor import Executor
 from qcompile.runtime.cpu.heads import LibraryHeadSpeculator
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import AUTO
@@ -161,6 +163,34 @@ def torch_drafts(model: HeadTarget, net: DraftHead, tokens: list[int], depth: in
     return drafts
 
 
+def test_plain_steps_need_no_features(artifact: Path, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After many tokens without drafts the target computes no features; later drafts are nearly as good as ever."""
+    turned: list[bool] = []
+    turn = Executor.return_features
+    monkeypatch.setattr(Executor, "return_features", lambda self, on: (turned.append(on), turn(self, on))[1])
+    wanted, _ = generate(plain, PROMPTS[:3], max_tokens=140)
+    accepted = []
+    for rest_after in (48, 1000):
+        monkeypatch.setattr("qcompile.runtime.speculation.heads._REST_AFTER", rest_after)
+        with qcompile.load(artifact, threads=1, gamma=3, prefix_caching=False) as llm:
+            engine = llm.engine
+            fix_calls(engine, 4)
+            assert engine.tokenizer
+            prompts = [engine.tokenizer.encode(prompt).ids for prompt in PROMPTS[:3]]
+            requests = [engine.add(prompt, SamplingParams(temperature=0, max_tokens=140)) for prompt in prompts]
+            for gamma in [3] * 4 + [0] * 20 + [3] * 40:
+                engine.speculation.gamma = gamma
+                engine.step()
+            tokens = [request.sequence.tokens[len(each) :] for request, each in zip(requests, prompts, strict=True)]
+            assert tokens == wanted and not engine.busy
+            accepted.append(sum(sum(request.drafts.metrics.accepted) for request in requests))
+        assert turned.count(False) == turned.count(True) == (8 if rest_after == 48 else 0)
+        turned.clear()
+    source = (artifact / "kernels" / "cpu" / "model.cpp").read_text()
+    assert source.count("if (m.features) {") == len(SHAPE.layers) + 1
+    assert accepted[0] > 0.9 * accepted[1] > 40
+
+
 def test_rejection_keeps_the_targets_distribution(artifact: Path, plain: LLM) -> None:
     """The head has a distribution over few tokens of the vocabulary; chi-square of the second and third token."""
     count, prompt = 300, [int(token) for token in PROPOSED[1:6]]
@@ -177,6 +207,12 @@ def test_rejection_keeps_the_targets_distribution(artifact: Path, plain: LLM) ->
     assert accepted > count / 4
     distance = sum((wanted[key] - result[key]) ** 2 / (wanted[key] + result[key]) for key in wanted | result)
     assert len(wanted | result) == 8 and distance < 18.5  # exceeded in 1 of 100 cases
+
+
+def test_inspect_calls_it_a_head(artifact: Path) -> None:
+    contents = inspect.summary(artifact)
+    assert contents["drafts"][0]["head"] and contents["drafts"][0]["drafted_vocabulary"] == len(PROPOSED)
+    assert f"draft1 (draft head for {len(PROPOSED)} tokens, own cache" in inspect.as_text(contents)
 
 
 def test_pages_that_requests_share(artifact: Path, plain: LLM) -> None:
