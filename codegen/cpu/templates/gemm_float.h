@@ -34,11 +34,11 @@ struct Bf16Codes {
 };
 
 // B blocks by M tokens. A prefetch that would run past the end of block b is moved by `skip` bytes, to the block after
-// the unit.
+// the unit. Steps of one or two tokens wait for memory anyway; from three on, lines must be there when their products begin.
 template <class Codes, int B, int M>
 static void float_blocks(const uint8_t* codes, int64_t block_bytes, int64_t skip, const typename Codes::E* x,
                          int chunks, float* out) {
-  constexpr int kStep = 32 / Codes::kLines, kEvery = M < 3 ? 8 : M < 5 ? 4 : 1;
+  constexpr int kStep = 32 / Codes::kLines, kEvery = M < 3 ? 8 : 1;
   F16 acc[B * M];
   QC_UNROLL for (int i = 0; i < B * M; ++i) acc[i] = f_set(0.0f);
   const uint8_t* p = codes;
@@ -72,7 +72,7 @@ struct FloatFormat {
     const int chunks = gemm_kp(g.k) / 32;
     const int64_t bytes = (int64_t)chunks * Codes::kLines * 64;
     const uint8_t* codes = (const uint8_t*)g.codes + block * bytes;
-    if constexpr (M <= 2)
+    if constexpr (M <= 3)
       float_blocks<Codes, 2, M>(codes, blocks == 2 ? bytes : 0, bytes, x.x, chunks, out);
     else
       for (int b = 0; b < blocks; ++b)
