@@ -140,7 +140,7 @@ class DraftPasses(NamedTuple):
 class Drafts:
     """The drafts of a build: the recipe's, separate models that `passes` compile, and whether lookup is the last.
 
-    Or `head` is the only draft.
+    Or `head` is the only draft, or the only one before lookup.
     """
 
     recipe: RecipeDrafts
@@ -161,8 +161,9 @@ class Drafts:
         models = tuple(draft for draft in listed if draft != LOOKUP)
         heads = [Path(draft) for draft in models if isinstance(draft, str | Path) and is_head(Path(draft))]
         if heads:
-            check_alone(heads[0], passes.target, bool(recipe) or len(listed) > 1)
-            return Drafts(recipe, (), passes.separate, False, HeadDraft(HeadFile.open(heads[0]), passes.head))
+            check_alone(heads[0], passes.target, bool(recipe) or len(models) > 1)
+            head = HeadDraft(HeadFile.open(heads[0]), passes.head)
+            return Drafts(recipe, (), passes.separate, LOOKUP in listed, head)
         return Drafts(recipe, models, passes.separate, LOOKUP in listed)
 
     @property
@@ -266,7 +267,7 @@ def check_alone(head: Path, target: Target, others: bool) -> None:
     if target.kind != "cpu":
         raise UnsupportedError(f"draft {head} is a draft head: heads draft on CPUs only, not on {target.name} yet")
     if others:
-        raise UnsupportedError(f"draft {head} is a draft head: it can only draft alone, not with other drafts yet")
+        raise UnsupportedError(f"draft {head} is a draft head: only {LOOKUP} can follow it, no other drafts yet")
 
 
 # ---- all drafts -----------------------------------------------------------------------------------------

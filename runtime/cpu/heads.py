@@ -13,7 +13,7 @@ from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.speculation.heads import HeadSpeculator, TargetFeatures
-from qcompile.runtime.speculation.stages import StageResult
+from qcompile.runtime.speculation.stages import DraftStage, StageResult
 
 _ROOM = 4 * MOST_DRAFTS
 """Positions of a text of which a call keeps the target's features for the head."""
@@ -22,12 +22,17 @@ _ROOM = 4 * MOST_DRAFTS
 class LibraryHeadSpeculator(HeadSpeculator):
     """As HeadSpeculator, with rounds in the library of `target`; `head` was opened on its threads.
 
+    stages: that of the head, and a lookup if one follows; where the text repeats itself, it proposes to the target.
+
     The host still draws the drafts of requests with penalties, biases or a grammar: these are for the target's tokens.
     """
 
-    def __init__(self, target: Executor, head: Executor, gamma: int, tokens: NDArray[np.int32] | None) -> None:
-        super().__init__(target, head, gamma, tokens)
-        self._rounds = LibrarySpeculator(target, self.stages)
+    def __init__(
+        self, target: Executor, head: Executor, stages: Sequence[DraftStage], tokens: NDArray[np.int32] | None
+    ) -> None:
+        super().__init__(target, head, stages[0].gamma, tokens)
+        self.stages = tuple(stages)
+        self._rounds = LibrarySpeculator(target, stages)
         self._executors = target, head
         self._features: FloatArray = np.empty((0, _ROOM, target.features.shape[1]), np.float32)
 

@@ -69,7 +69,7 @@ def open_cpu(
         if stages and stages[0].get("tokenizer"):
             drafter = _open_reencoder(artifact, stages[0], executor, tokenizer, max_batch, undo)
         elif stages and stages[0].get("features"):
-            drafter = _open_head(artifact, stages[0], executor, undo)
+            drafter = _open_head(artifact, stages, executor, undo)
         elif stages:
             drafter = _open_stages(artifact, stages, executor, _Caches(arena, states, max_batch), undo)
         undo.pop_all()
@@ -166,13 +166,14 @@ def _open_stages(
     return LibrarySpeculator(target, opened)
 
 
-def _open_head(artifact: LoadedArtifact, stage: dict[str, Any], target: Executor, undo: ExitStack) -> Drafter:
+def _open_head(artifact: LoadedArtifact, stages: list[dict[str, Any]], target: Executor, undo: ExitStack) -> Drafter:
     """Open a draft head with the target's threads and page numbers, and a cache of its own. `undo` closes it.
 
+    A lookup may follow it.
     Raises ArtifactError if it does not fit the target.
     """
-    (draft,) = artifact.drafts
-    if draft is None or stage.get("kv") is None:
+    (stage, *more), (draft, *_) = stages, artifact.drafts
+    if draft is None or stage.get("kv") is None or any("lookup" not in other for other in more):
         raise ArtifactError(f"{artifact.root}: a draft head is no path of its own; build it again")
     bind(draft.library)
     limits = target.limits._replace(max_position=stage["max_position"], vocab=stage["vocab_size"])
@@ -183,7 +184,8 @@ def _open_head(artifact: LoadedArtifact, stage: dict[str, Any], target: Executor
         executor.connect()
     if head.features.shape != target.features.shape:
         raise ArtifactError(f"{artifact.root}: the model and its draft head have different features; build it again")
-    return LibraryHeadSpeculator(target, head, stage["gamma"], _head_tokens(artifact, stage, target.limits.vocab))
+    drafting = [DraftStage(head, stage["gamma"]), *(DraftStage(None, m["gamma"], match=m["lookup"]) for m in more)]
+    return LibraryHeadSpeculator(target, head, drafting, _head_tokens(artifact, stage, target.limits.vocab))
 
 
 def _head_tokens(artifact: LoadedArtifact, stage: dict[str, Any], vocabulary: int) -> NDArray[np.int32] | None:

@@ -154,8 +154,7 @@ def test_weights_that_are_refused(head: Path) -> None:
     ("options", "message"),
     [
         ({"target": "h200"}, "heads draft on CPUs only, not on h200"),
-        ({"more": ["lookup"]}, "it can only draft alone"),
-        ({"recipe": "nested"}, "it can only draft alone"),
+        ({"recipe": "nested"}, "only lookup can follow it"),
         ({"options": {"rotate.enabled": "true", "fold_norms.enabled": "true"}}, "which fold_norms changes"),
         ({"options": {"cache.format": "kv_hier"}}, "do not draft over hierarchical caches"),
     ],

@@ -191,6 +191,32 @@ def test_plain_steps_need_no_features(artifact: Path, plain: LLM, monkeypatch: p
     assert accepted[0] > 0.9 * accepted[1] > 40
 
 
+def test_a_lookup_proposes_before_the_head(target: Path, head: Path, tmp_path: Path, plain: LLM) -> None:
+    """Where the text repeats itself, without changing a token; the head then computes the rows that it lacks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qcompile.recipes.HEAD_RECIPE", "f32")
+        patch.setattr("qcompile.passes.features.PRECISION", "f32")
+        qcompile.build(str(target), tmp_path / "out", recipe="f32", drafts=[str(head), "lookup"])
+    prompts = ["a b c d " * 20 + "a b", *PROMPTS[:3]]
+    options: list[dict[str, Any]] = [{"max_tokens": 200}, DRAWN]
+    wanted = [generate(plain, prompts, **each)[0] for each in options]
+    counts = []
+    for room in (64, 32):  # the head falls behind by up to room - 16 rows
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("qcompile.runtime.cpu.heads._ROOM", room)
+            with qcompile.load(tmp_path / "out", threads=1, gamma=2) as llm:
+                fix_calls(llm.engine, 8)
+                made = [generate(llm, prompts, **each) for each in options]
+                assert [tokens for tokens, _ in made] == wanted
+                counts.append([(one.drafted, one.accepted) for _, metrics in made for one in metrics])
+                llm.engine.speculation.gamma = AUTO
+                assert generate(llm, prompts, **options[0])[0] == wanted[0]
+    assert counts[0] == counts[1]
+    drafted = np.sum([drafted for drafted, _ in counts[0]], axis=0)
+    assert drafted[6] > 10  # by the lookup
+    assert drafted[1] > drafted[2] + 10  # by the head
+
+
 def test_rejection_keeps_the_targets_distribution(artifact: Path, plain: LLM) -> None:
     """The head has a distribution over few tokens of the vocabulary; chi-square of the second and third token."""
     count, prompt = 300, [int(token) for token in PROPOSED[1:6]]
