@@ -36,6 +36,8 @@ from qcompile.runtime.options import AUTO
 
 ROOT = Path(__file__).parents[1]
 SMALL = str(ROOT / "samples" / "pycode-1m")
+HEAD = str(ROOT / "samples" / "pycode-26m-head")
+"""A draft head, trained by benchmarks/train_head.py."""
 CALIBRATED = "-calibrated"
 """Ends the names of variants that round the draft by calibration text (`--calib`), where the recipe needs none."""
 VARIANTS: dict[str, tuple[str, list[str]]] = {
@@ -44,6 +46,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "ml-specqd+lookup": ("ml-specqd", [LOOKUP]),
     "ml-specqd+1m+lookup": ("ml-specqd", [SMALL, LOOKUP]),
     "bf16+1m": ("bf16", [SMALL]),
+    **{f"{recipe}+head": (recipe, [HEAD]) for recipe in ("bf16", "w8a8", "w4a8", "w4a16")},
     "nested": ("nested", []),
     "nested+lookup": ("nested", [LOOKUP]),
     "qspec": ("qspec", []),

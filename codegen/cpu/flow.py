@@ -23,17 +23,17 @@ def writes_outputs(program: Program, call: Call) -> bool:
 
 def only_for_features(program: Program) -> frozenset[int]:
     """The calls of which a step needs the results only to return features."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     wanted: set[str] = set()
     others: set[str] = set()
     for index, call in reversed(list(enumerate(program.calls))):
         writes = set(call.writes)
         if isinstance(call, WriteFeatures) or (writes & wanted and not writes & others):
-            found.add(index)
+            numbers.add(index)
             wanted.update(call.reads)
         else:
             others.update(call.reads)
-    return frozenset(found)
+    return frozenset(numbers)
 
 
 def own_buffers(program: Program) -> frozenset[str]:

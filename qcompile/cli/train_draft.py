@@ -14,6 +14,8 @@ from qcompile.cli import console, refusals
 from qcompile.cli.options import Hub, Json, Model, command
 from qcompile.errors import ResourceError, UsageError
 
+_WRITTEN_AT_ONCE = 16
+"""Pieces of text that the model writes at the same time, in multiples of those of a training step."""
 _DEVICES = ("auto", "cpu", "gpu")
 
 
@@ -54,6 +56,16 @@ class TrainingRun:
     ] = None
     batch: Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Pieces of text per step.")] = 4
     length: Annotated[int, typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="Tokens per piece.")] = 512
+    continue_after: Annotated[
+        int | None,
+        typer.Option(
+            "--continue-after",
+            min=1,
+            metavar="TOKENS",
+            help="Keep this many tokens of each piece, and let the model write the rest: the head then learns the "
+            "model's own text. Default: the text as it is.",
+        ),
+    ] = None
     rate: Annotated[float, typer.Option("--learning-rate", min=0.0, metavar="X", help="Largest learning rate.")] = 5e-4
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of first weights and of the order of text.")] = 0
     device: Annotated[
@@ -109,6 +121,7 @@ def _train(
     from qcompile.calibration import CalibrationSource, open_source
     from qcompile.checkpoints.identity import identity
     from qcompile.checkpoints.tokenizer_files import load_tokenizer
+    from qcompile.heads.continuation import continued
     from qcompile.heads.target import HeadTarget
     from qcompile.heads.training import Training, TrainingOptions, check_output
 
@@ -122,7 +135,18 @@ def _train(
         context=target.context,
     )
     options = TrainingOptions(run.steps or 0, run.batch, head.depth, layers, head.draft_vocab_size, run.rate, run.seed)
-    training = Training(target, text.tokens, options, output, identity(model, progress))
+    name, windows = identity(model, progress), text.tokens
+    if run.continue_after is not None:
+        windows = continued(
+            target,
+            windows,
+            run.continue_after,
+            batch=_WRITTEN_AT_ONCE * run.batch,
+            output=output,
+            identity=name,
+            progress=progress,
+        )
+    training = Training(target, windows, options, output, name)
     if training.losses:
         console.note(f"qcompile: {output} goes on after step {len(training.losses)} of {training.options.steps}")
     return asdict(training.run(progress))
@@ -133,6 +157,7 @@ def _device(name: str) -> str:
     import torch
 
     there = torch.cuda.is_available()
+    torch.set_float32_matmul_precision("high")  # a head is trained for bfloat16: tensor cores are exact enough
     if name == "gpu" and not there:
         raise ResourceError("--device gpu: torch finds no GPU")
     return "cuda" if there and name != "cpu" else "cpu"

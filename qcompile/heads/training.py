@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from qcompile.clock import Progress, silent
 from qcompile.errors import ResourceError, UsageError
+from qcompile.heads.continuation import WRITTEN
 from qcompile.heads.layout import CONFIG, WEIGHTS, HeadShape
 from qcompile.heads.model import DraftHead
 from qcompile.heads.target import HeadTarget
@@ -99,6 +100,8 @@ class Training:
         self.key = _key(self.options, shape, windows, identity)
         self.losses: list[float] = []
         self._whole = True
+        self._turn = 0
+        self._order: Tensor | None = None
         self._resume()
 
     # ---- steps ----------------------------------------------------------------------------------------
@@ -145,8 +148,10 @@ class Training:
         places = []
         for index in range(step * self.options.batch, (step + 1) * self.options.batch):
             turn, place = divmod(index, len(self.windows))
-            order = torch.randperm(len(self.windows), generator=_generator(self.options.seed + turn))
-            places.append(int(order[place]))
+            if self._order is None or turn != self._turn:
+                generator = _generator(self.options.seed + turn)
+                self._turn, self._order = turn, torch.randperm(len(self.windows), generator=generator)
+            places.append(int(self._order[place]))
         return self.windows[places].to(self.device)
 
     def _loss(self, tokens: Tensor) -> Tensor:
@@ -242,7 +247,8 @@ class Training:
             partial.write_bytes(save(tensors, {"format": "pt"}))  # save_file lets the owner alone read it
             partial.replace(self.output / WEIGHTS)
             (self.output / CONFIG).write_text(json.dumps(self.head.shape.config(), indent=1) + "\n", encoding="utf-8")
-            (self.output / STATE).unlink(missing_ok=True)
+            for unfinished in (STATE, WRITTEN):
+                (self.output / unfinished).unlink(missing_ok=True)
         except OSError as error:
             raise ResourceError(f"cannot write the head to {self.output}: {error.strerror}") from error
 
@@ -254,7 +260,7 @@ def check_output(output: Path) -> None:
     if not output.is_dir():
         raise UsageError(f"output {output} is a file: choose another directory")
     names = {path.name for path in output.iterdir()}
-    if names and STATE not in names:
+    if names and not names & {STATE, WRITTEN}:
         raise UsageError(f"output {output} holds other files: choose another directory")
 
 

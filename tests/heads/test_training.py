@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qcompile.errors import UsageError
+from qcompile.heads.continuation import WRITTEN, continued
 from qcompile.heads.layout import default_layers, is_head
 from qcompile.heads.model import DraftHead
 from qcompile.heads.target import HeadTarget
@@ -81,6 +82,39 @@ def test_a_draft_is_compared_with_the_target_after_the_same_tokens(
         for place in range(wanted.shape[1]):
             alone = target.states(tokens[:, : place + depth + 1], (1, 2))[1]
             torch.testing.assert_close(wanted[0, place], alone[0, -1], rtol=1e-3, atol=1e-3)
+
+
+def test_a_continued_text_is_what_the_target_writes(target: HeadTarget, windows: Tensor, tmp_path: Path) -> None:
+    """Each token after those kept is the target's choice after all before it; windows written at once do not matter."""
+    together = continued(target, windows, 4, batch=30, output=tmp_path)
+    assert together.shape == windows.shape and together[:, :4].equal(windows[:, :4])
+    choices = target.states(together, (1, 2))[1].argmax(-1)
+    assert together[:, 4:].equal(choices[:, 3:-1])
+    assert not together.equal(windows)
+    assert continued(target, windows, 4, batch=7, output=tmp_path).equal(together)
+
+
+def test_an_interrupted_text_goes_on(target: HeadTarget, windows: Tensor, tmp_path: Path) -> None:
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if done == 14:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        continued(target, windows, 4, batch=7, output=tmp_path, progress=interrupt)
+    begun: list[int] = []
+    with pytest.raises(UsageError, match="another model, text or options"):
+        continued(target, windows, 5, batch=7, output=tmp_path)
+    whole = continued(target, windows, 4, batch=7, output=tmp_path, progress=lambda _, done, __: begun.append(done))
+    assert begun == [14, 21, 28] and whole.equal(continued(target, windows, 4, batch=30, output=tmp_path / "other"))
+    (tmp_path / WRITTEN).write_bytes(b"damaged")
+    with pytest.raises(UsageError, match=f"{WRITTEN} cannot be read: remove it"):
+        continued(target, windows, 4, batch=7, output=tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 12])
+def test_a_text_must_leave_something_to_write(target: HeadTarget, windows: Tensor, tmp_path: Path, kept: int) -> None:
+    with pytest.raises(UsageError, match=f"--continue-after {kept}: give 1 to 11"):
+        continued(target, windows, kept, batch=7, output=tmp_path)
 
 
 def test_an_interrupted_training_ends_with_the_same_weights(
@@ -160,8 +194,10 @@ def test_the_command_trains_a_head_that_build_takes(capsys: Capture, checkpoint:
     text.write_text("\n".join(json.dumps({"text": f"def f{n}(x):\n    return x + {n}\n"}) for n in range(40)))
     head = tmp_path / "head"
     size = "--max-seq-length", 16, "--steps", 2, "--depth", 2, "--layers", "1,2", "--device", "cpu"
-    result: dict[str, Any] = json_of(capsys, "train-draft", checkpoint, "--data", text, "-o", head, *size)
+    written = "--continue-after", 6
+    result: dict[str, Any] = json_of(capsys, "train-draft", checkpoint, "--data", text, "-o", head, *size, *written)
     assert result["steps"] == 2 and len(result["agreement"]) == 2
+    assert not (head / WRITTEN).exists()
     (draft,) = plan(str(checkpoint), drafts=str(head)).drafts
     assert draft.program.reads_features and draft.program.vocab_size == 8192
     said = refusal(capsys, 2, "train-draft", checkpoint, "--data", text, "-o", head, *size)
