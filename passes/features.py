@@ -15,7 +15,7 @@ from qcompile.graph import Graph, Weight
 from qcompile.heads.layout import default_layers
 from qcompile.heads.reading import HeadFile
 from qcompile.passes.base import Pass, PassResult
-from qcompile.passes.streams import residual_stream
+from qcompile.passes.streams import residual_stream, stream_rotation
 
 PRECISION = "bf16"
 """Format in which a target fuses its hidden states: they have outliers, which 8 bits per row would not keep."""
@@ -26,7 +26,8 @@ class FuseFeatures(Pass):
     """A step of the target also returns `fc` of the hidden states that a draft head reads, joined, for each row.
 
     The product is a sum of one product for each hidden state, computed as soon as that is known. The residual stream is
-    found by dataflow (streams.py). The weights are those of `head`, and are called `origin` + name.
+    found by dataflow (streams.py); where it is rotated, the weights are rotated to read it. They are those of `head`,
+    and are called `origin` + name.
     """
 
     name: ClassVar[str] = "fuse_features"
@@ -39,7 +40,8 @@ class FuseFeatures(Pass):
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
-        states = residual_stream(graph, self.name).states
+        stream = residual_stream(graph, self.name)
+        states, signs = stream.states, stream_rotation(graph, stream, self.name)
         layers = head_layers(self.head, len(states) - 1)
         read = [states[layer] for layer in layers]
         width = read[0].meta["val"].shape[-1]
@@ -49,18 +51,23 @@ class FuseFeatures(Pass):
         fused: fx.Node | None = None
         for number, state in enumerate(read):
             columns = number * width, (number + 1) * width
-            fused = self._product(graph, state, columns, fused)
+            fused = self._product(graph, state, columns, fused, signs)
         assert fused is not None
         returned(graph, fused)
         return PassResult(graph, len(read), (f"reads the hidden states after layers {', '.join(map(str, layers))}",))
 
-    def _product(self, graph: Graph, state: fx.Node, columns: tuple[int, int], fused: fx.Node | None) -> fx.Node:
-        """`fused` plus the product of `state` with these columns of the weight."""
+    def _product(
+        self, graph: Graph, state: fx.Node, columns: tuple[int, int], fused: fx.Node | None, signs: fx.Node | None
+    ) -> fx.Node:
+        """`fused` plus the product of `state` with these columns of the weight, rotated as the state is."""
         stored = self.head.weights["fc.weight"]
         name = f"{self.origin}fc.weight.{columns[0]}"
         shape = (stored.shape[0], columns[1] - columns[0])
         graph.weights.entries[name] = Weight(shape, stored.dtype, partial(_columns, stored, *columns))
-        weight = graph.call_weight("quantize_weight", graph.weight(name), PRECISION)
+        columns_read = graph.weight(name)
+        if signs is not None:
+            columns_read = graph.call_weight("rotate", columns_read, signs=signs, axis=1)
+        weight = graph.call_weight("quantize_weight", columns_read, PRECISION)
         group = activation_format(PRECISION).sum_group(weight_format(PRECISION).sum_group, shape[1])
         after = max((state, *([fused] if fused else [])), key=graph.nodes.index)
         with graph.fx.inserting_after(after):

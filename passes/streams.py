@@ -39,6 +39,41 @@ def residual_stream(graph: Graph, name: str) -> ResidualStates:
     return ResidualStates(tuple(reversed(states)))
 
 
+_PLAIN = ("embedding", "add", "scale")
+"""What may be between tokens and the first layer where weights have rotated the stream."""
+
+
+def stream_rotation(graph: Graph, stream: ResidualStates, name: str) -> fx.Node | None:
+    """The signs of the rotation that `rotate` has folded into the weights that write `stream`; None if there is none.
+
+    The values before the first layer show it. Raises PassError for the pass `name` if weights have changed the stream
+    in another way.
+    """
+    written, signs = [stream.states[0]], set()
+    for node in written:  # grows: what the values are computed from
+        written += [n for n in node.all_input_nodes if not graph.is_weight(n) and n not in written]
+        changes = [n for weight in filter(graph.is_weight, node.all_input_nodes) for n in _expression(weight)]
+        for change in changes:
+            if ops.name_of(change.target) == "center":
+                raise PassError(name, node.name, "the mean was taken out of the residual stream")
+            if ops.name_of(change.target) == "rotate":
+                signs.add(ops.operand(change, "signs"))
+    kinds = [ops.name_of(node.target) for node in written if node.op == "call_function"]
+    plain = all(kind in _PLAIN for kind in kinds)
+    if len(signs) > 1 or (signs and not plain):
+        raise PassError(name, stream.states[0].name, "the rotation of the residual stream cannot be told from weights")
+    return next(iter(signs), None)
+
+
+def _expression(weight: fx.Node) -> list[fx.Node]:
+    """The operators by which a weight is computed from stored ones, along their first operands."""
+    found = []
+    while weight.op == "call_function":
+        found.append(weight)
+        weight = weight.all_input_nodes[0]
+    return found
+
+
 def _last(graph: Graph) -> fx.Node:
     """The value after the last block: where the single chain of operators that leads to the logits begins."""
     results = graph.output.args[0]

@@ -258,8 +258,8 @@ class HeadDraft:
         return DraftPath(self.name, program, own, done, False, *SEPARATE_DRAFT, tokens=packed)
 
 
-_CHANGE_STREAM = ("fold_norms", "rotate", "reorder")
-"""Passes that may change the residual stream."""
+_CHANGE_STREAM = ("reorder",)
+"""Passes that change the residual stream in a way that the target's products for a head do not follow."""
 
 
 def check_alone(head: Path, target: Target, others: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from qcompile.errors import QCompileError, UnsupportedError, UsageError
 from qcompile.heads.reading import HeadFile
@@ -155,7 +156,7 @@ def test_weights_that_are_refused(head: Path) -> None:
     [
         ({"target": "h200"}, "heads draft on CPUs only, not on h200"),
         ({"recipe": "nested"}, "only lookup can follow it"),
-        ({"options": {"rotate.enabled": "true", "fold_norms.enabled": "true"}}, "which fold_norms changes"),
+        ({"options": {"reorder.enabled": "true"}}, "which reorder changes"),
         ({"options": {"cache.format": "kv_hier"}}, "do not draft over hierarchical caches"),
     ],
 )
@@ -163,6 +164,15 @@ def test_builds_that_are_refused(target: Path, head: Path, options: dict[str, An
     drafts = [str(head), *options.pop("more", [])]
     with pytest.raises(UnsupportedError, match=message):
         plan(str(target), drafts=drafts, **options)
+
+
+def test_a_stream_without_its_mean_is_refused(head: Path, tmp_path: Path) -> None:
+    config = GPTNeoXConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedError, match="the mean was taken out of the residual stream"):
+        plan(str(tmp_path / "model"), drafts=str(head), options={"fold_norms.enabled": True})
 
 
 def test_heads_of_other_models_are_refused(target: Path, head: Path, tiny_checkpoint: Path) -> None:

@@ -23,6 +23,7 @@ from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import AUTO
 from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.speculation.heads import HeadSpeculator
+from qcompile.runtime.step import Rows
 from tests.conftest import MadeOnce
 from tests.support.calls import fix_calls
 from tests.support.cases import first
@@ -215,6 +216,28 @@ def test_a_lookup_proposes_before_the_head(target: Path, head: Path, tmp_path: P
     drafted = np.sum([drafted for drafted, _ in counts[0]], axis=0)
     assert drafted[6] > 10  # by the lookup
     assert drafted[1] > drafted[2] + 10  # by the head
+
+
+def test_a_rotated_model_gives_the_same_features(target: Path, head: Path, artifact: Path, tmp_path: Path) -> None:
+    """The rotation is folded into fc, and tokens are those of the rotated model."""
+    options = {"fold_norms.enabled": True, "rotate.enabled": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qcompile.recipes.HEAD_RECIPE", "f32")
+        patch.setattr("qcompile.passes.features.PRECISION", "f32")
+        report = qcompile.build(str(target), tmp_path / "out", recipe="f32", drafts=str(head), options=options)
+    assert next(record for record in report.passes if record.name == "rotate").fired > 20
+    features = []
+    for path in (artifact, tmp_path / "out"):
+        with qcompile.load(path, threads=1, gamma=3) as llm:
+            executor = llm.engine.executor
+            assert isinstance(executor, Executor)
+            executor.step([Rows(list(range(30, 60)), 0, [0], 1)], False)
+            features.append(executor.features[:30].copy())
+            drafted, _ = generate(llm)
+        with qcompile.load(path, threads=1, gamma=0) as llm:
+            assert generate(llm)[0] == drafted
+    assert np.abs(features[0]).max() > 0.5
+    np.testing.assert_allclose(features[1], features[0], atol=1e-4)
 
 
 def test_rejection_keeps_the_targets_distribution(artifact: Path, plain: LLM) -> None:
