@@ -22,6 +22,8 @@ from qcompile.targets import Target
 SAMPLE = Path(__file__).parents[1] / "samples" / "pycode-1m"
 GOLDEN = Path(__file__).parent / "golden"
 KERNELS = Path(__file__).parents[1] / "codegen" / "cpu" / "templates"
+SLOW_CASES = Path(__file__).parent / "slow_cases.txt"
+"""A file of test ids, chosen by measured times: cases that `make test` leaves to `make test-all`."""
 SLOWEST = """
 codegen/cpu/test_step test_every_recipe codegen/cpu/test_gemm passes/raising/test_families codegen/gpu/test_prompts
 runtime/speculation/test_speculation cli/test_app passes/raising/test_experts artifact/test_export
@@ -61,8 +63,15 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long begin first: processes that share the tests, by files, then end at about the same time."""
+    """Cases of SLOW_CASES are marked `exhaustive` before pytest selects by marks.
+
+    Files that take long begin first: processes that share the tests, by files, then end at about the same time."""
+    slow = frozenset(SLOW_CASES.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.exhaustive)
     place = {name: at for at, name in enumerate(SLOWEST.split())}
     folder = Path(__file__).parent
     items.sort(key=lambda item: place.get(item.path.relative_to(folder).with_suffix("").as_posix(), len(place)))
