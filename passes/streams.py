@@ -67,11 +67,11 @@ def stream_rotation(graph: Graph, stream: ResidualStates, name: str) -> fx.Node 
 
 def _expression(weight: fx.Node) -> list[fx.Node]:
     """The operators by which a weight is computed from stored ones, along their first operands."""
-    found = []
+    operators = []
     while weight.op == "call_function":
-        found.append(weight)
+        operators.append(weight)
         weight = weight.all_input_nodes[0]
-    return found
+    return operators
 
 
 def _last(graph: Graph) -> fx.Node:
