@@ -110,6 +110,7 @@ class StepRunner:
         timer.rounds.note_step(batch, (now - started) / result.rounds)
         seconds = now - started - result.catch_up_seconds
         tokens = sum(map(len, result.tokens))
+        self._speculation.note_catch_up(plan, gammas, result.catch_up_seconds)
         self._speculation.note_rounds(plan, True, gammas, result.rounds, seconds, tokens)
         pairs = zip(plan.requests, result.tokens, strict=True)
         return [self._postprocessor.append(request, new, now) for request, new in pairs]

@@ -163,6 +163,11 @@ class Speculation:
         if self._measured:
             self._measured.note_steps(plan.requests, self.in_one_call(plan), plan.steps, seconds)
 
+    def note_catch_up(self, plan: StepPlan, gammas: Sequence[int], seconds: float) -> None:
+        """Note the time that filling the drafts' own caches took before a call of rounds."""
+        if self._measured:
+            self._measured.note_catch_up(plan.requests, True, max(gammas), seconds)
+
     def note_rounds(
         self, plan: StepPlan, whole: bool, gammas: Sequence[int], rounds: int, seconds: float, tokens: int
     ) -> None:

@@ -136,6 +136,14 @@ class GammaController:
             measured.budget -= loss
         measured.save(seconds)
 
+    def note_catch_up(self, requests: Sequence[Request], whole: bool, gamma: int, seconds: float) -> None:
+        """Note the time that filling the drafts' own caches took before rounds. In a trial it is lost."""
+        measured = self.measurements(requests, whole)
+        self.seconds += seconds
+        if gamma != measured.gamma:
+            measured.budget -= seconds
+            self.lost += seconds
+
     def note_finished(self, metrics: SpeculationMetrics) -> None:
         """Add the drafts of a request that has ended to the acceptance expected of new ones."""
         kept = sum(metrics.accepted)

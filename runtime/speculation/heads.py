@@ -25,7 +25,7 @@ from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.speculation.stages import DraftStage, Speculator, StageResult
 from qcompile.runtime.step import FeatureExecutor, Rows
 
-_REST_AFTER = 48
+_REST_AFTER = 16
 """Tokens without drafts after which the target no longer computes features."""
 
 Choose = Callable[[int, int, FloatArray | None], int]

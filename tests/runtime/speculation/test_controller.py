@@ -135,6 +135,16 @@ def test_a_trial_of_rounds_is_paid_for() -> None:
         assert measured.budget == pytest.approx(2.5 - paid * plain + 0.035 * plain)
 
 
+def test_what_precedes_a_trial_of_rounds_is_paid_for() -> None:
+    """Filling the drafts' caches before a trial is lost; before rounds in use it belongs to them."""
+    controller, subject, measured = controller_of({2: 0.5, 3: 0.4})
+    measured.gamma, measured.budget, lost = 2, 2.5, controller.lost
+    controller.note_catch_up([subject], False, 2, 1.0)
+    assert measured.budget == 2.5 and controller.lost == lost
+    controller.note_catch_up([subject], False, 3, 1.0)
+    assert measured.budget == 1.5 and controller.lost == lost + 1.0
+
+
 def test_the_purse_holds_three_steps_and_owes_no_more() -> None:
     measured = Measurements(COSTS, (1, 0), LatencyModel(COSTS.rounds), plain=2.0)
     measured.save(1e6)

@@ -171,7 +171,7 @@ def test_plain_steps_need_no_features(artifact: Path, plain: LLM, monkeypatch: p
     monkeypatch.setattr(Executor, "return_features", lambda self, on: (turned.append(on), turn(self, on))[1])
     wanted, _ = generate(plain, PROMPTS[:3], max_tokens=140)
     accepted = []
-    for rest_after in (48, 1000):
+    for rest_after in (16, 1000):
         monkeypatch.setattr("qcompile.runtime.speculation.heads._REST_AFTER", rest_after)
         with qcompile.load(artifact, threads=1, gamma=3, prefix_caching=False) as llm:
             engine = llm.engine
@@ -185,7 +185,7 @@ def test_plain_steps_need_no_features(artifact: Path, plain: LLM, monkeypatch: p
             tokens = [request.sequence.tokens[len(each) :] for request, each in zip(requests, prompts, strict=True)]
             assert tokens == wanted and not engine.busy
             accepted.append(sum(sum(request.drafts.metrics.accepted) for request in requests))
-        assert turned.count(False) == turned.count(True) == (8 if rest_after == 48 else 0)
+        assert turned.count(False) == turned.count(True) == (16 if rest_after == 16 else 0)
         turned.clear()
     source = (artifact / "kernels" / "cpu" / "model.cpp").read_text()
     assert source.count("if (m.features) {") == len(SHAPE.layers) + 1
