@@ -38,7 +38,7 @@ def layer(module: str) -> str:
         return "pipeline"
     if second in LAYERS:
         return second
-    return "front" if second in ("cli", "__main__", "__init__") else "core"
+    return "front" if second in ("cli", "deploy", "__main__", "__init__") else "core"
 
 
 ALLOWED = {

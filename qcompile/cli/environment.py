@@ -28,11 +28,17 @@ def with_variable(annotation: Any) -> Any:
 
 def variable(option: OptionInfo) -> str | None:
     """`--max-tokens` as QCOMPILE_MAX_TOKENS; None for an option without a long name."""
+    name = long_name(option)
+    return None if name is None else PREFIX + name.replace("-", "_").upper()
+
+
+def long_name(option: OptionInfo) -> str | None:
+    """The first long name of an option, without `--`; None if it has none."""
     # typer keeps the first of the names of an annotated option as its default.
     for names in (option.default, *(option.param_decls or ())):
         name = str(names).partition("/")[0]
         if name.startswith("--"):
-            return PREFIX + name.removeprefix("--").replace("-", "_").upper()
+            return name.removeprefix("--")
     return None
 
 

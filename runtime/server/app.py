@@ -126,7 +126,7 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
     service.failed = failed
     try:
         # Before `run`: if asyncio calls other handlers while it starts, what they raise may be lost.
-        with _python_of_a_server(), server.capture_signals():
+        with python_of_a_server(), server.capture_signals():
             server.run(sockets=[listening])
     finally:
         service.close()
@@ -136,7 +136,7 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
 
 
 @contextmanager
-def _python_of_a_server() -> Iterator[None]:
+def python_of_a_server() -> Iterator[None]:
     """Settings of Python for a process that only serves: when threads switch, and when garbage is collected."""
     interval, thresholds, frozen = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -7,10 +7,11 @@ which beginnings. What a replica has dropped from its cache since is not known h
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
+Name = TypeVar("Name", bound=Hashable)
 _BLOCK = 256
 """Characters of a block: about as many as a page of 64 tokens of the KV cache has."""
 _MOST_BLOCKS = 1024
@@ -23,23 +24,23 @@ _BEFORE = ("model", "system", "instructions", "tools", "documents")
 _PROMPT = ("messages", "input", "prompt")
 
 
-class Affinity:
-    """Which replica was sent which beginnings of prompts."""
+class Affinity(Generic[Name]):
+    """Which replica, by its name, was sent which beginnings of prompts."""
 
-    def __init__(self, replicas: int) -> None:
-        self._known = [OrderedDict[int, None]() for _ in range(replicas)]
+    def __init__(self) -> None:
+        self._known: defaultdict[Name, OrderedDict[int, None]] = defaultdict(OrderedDict)
 
-    def choose(self, blocks: Sequence[int], loads: Mapping[int, int]) -> int:
+    def choose(self, blocks: Sequence[int], loads: Mapping[Name, int]) -> Name:
         """The replica for a prompt of these blocks. loads: requests in flight at each replica that may be chosen.
 
         It is the one that was sent most of the prompt's beginning, of those that are at most _SLACK requests busier
         than the least busy one. Ties go to the least busy one, then to the one that was sent the fewest prompts.
         """
         least = min(loads.values())
-        free = [number for number in loads if loads[number] <= least + _SLACK]
-        return max(free, key=lambda number: (self._shared(number, blocks), -loads[number], -len(self._known[number])))
+        free = [name for name in loads if loads[name] <= least + _SLACK]
+        return max(free, key=lambda name: (self._shared(name, blocks), -loads[name], -len(self._known[name])))
 
-    def note(self, replica: int, blocks: Sequence[int]) -> None:
+    def note(self, replica: Name, blocks: Sequence[int]) -> None:
         """The replica is sent a prompt of these blocks."""
         known = self._known[replica]
         for block in reversed(blocks):  # a block is of no use without those before it: they are forgotten later
@@ -48,11 +49,16 @@ class Affinity:
         while len(known) > _MOST_KNOWN:
             known.popitem(last=False)
 
-    def forget(self, replica: int) -> None:
+    def forget(self, replica: Name) -> None:
         """The replica's cache is empty: it starts again."""
-        self._known[replica].clear()
+        self._known.pop(replica, None)
 
-    def _shared(self, replica: int, blocks: Sequence[int]) -> int:
+    def keep(self, replicas: Collection[Name]) -> None:
+        """Forget all replicas but these."""
+        for gone in self._known.keys() - set(replicas):
+            self.forget(gone)
+
+    def _shared(self, replica: Name, blocks: Sequence[int]) -> int:
         """How many blocks from the beginning of the prompt the replica was sent before."""
         known = self._known[replica]
         return next((at for at, block in enumerate(blocks) if block not in known), len(blocks))

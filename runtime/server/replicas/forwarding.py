@@ -141,7 +141,7 @@ async def _events(
             yield held
     except (aiohttp.ClientError, ConnectionError, TimeoutError):
         watch.lost()
-        yield _failure(path).encode()
+        yield failure_event(path).encode()
     finally:
         response.close()  # the replica cancels what it has not sent
         end()
@@ -149,13 +149,19 @@ async def _events(
 
 def _find_id(path: str, content: bytes, watch: Watch) -> bool:
     """Tell `watch` the id of a response of OpenAI's Responses API; returns whether there is one."""
+    id = response_id(path, content)
+    if id:
+        watch.named(id)
+    return bool(id)
+
+
+def response_id(path: str, content: bytes) -> str:
+    """The id of a response of OpenAI's Responses API by its beginning; empty if it is none."""
     match = _RESPONSE_ID.search(content[:512]) if path.startswith(RESPONSES) else None
-    if match:
-        watch.named(match[1].decode())
-    return bool(match)
+    return match[1].decode() if match else ""
 
 
-def _failure(path: str) -> str:
+def failure_event(path: str) -> str:
     """An event that says that the replica has ended."""
     if path.startswith(MESSAGES):
         return api.named_event(messages_failure(LOST))

@@ -44,15 +44,20 @@ class RouterMetrics:
 
     def text(self, replicas: Mapping[int, str]) -> bytes:
         """All metrics in the text format. replicas: the text of each replica that answered."""
-        registry = CollectorRegistry()
-        registry.register(_Merged(replicas))
-        return generate_latest(registry) + generate_latest(self.registry)
+        return merged(replicas) + generate_latest(self.registry)
+
+
+def merged(texts: Mapping[int, str] | Mapping[str, str]) -> bytes:
+    """The metrics of several texts in one, each with its key as the label `replica`."""
+    registry = CollectorRegistry()
+    registry.register(_Merged(texts))
+    return generate_latest(registry)
 
 
 class _Merged:
     """The metrics of several texts, each with the label `replica`."""
 
-    def __init__(self, texts: Mapping[int, str]) -> None:
+    def __init__(self, texts: Mapping[int, str] | Mapping[str, str]) -> None:
         self._texts = texts
 
     def collect(self) -> Iterator[Metric]:

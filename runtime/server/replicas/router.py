@@ -57,7 +57,7 @@ class Router:
         self.metrics = RouterMetrics(routed.name)
         self._routed, self._replicas = routed, replicas
         self._forwarding = [Forwarding(replica.launch.socket) for replica in replicas]
-        self._affinity = Affinity(len(replicas))
+        self._affinity = Affinity[int]()
         self._ids: OrderedDict[str, int] = OrderedDict()
         for replica in replicas:
             self._watch_restarts(replica)
@@ -113,7 +113,7 @@ class Router:
             body = b""  # it is not read: the replica refuses the request by its key
         else:
             body = await request.body()
-        asked = await _parsed(body)
+        asked = await parsed(body)
         owner = key_of(request.headers).hex() if self._routed.isolate_keys else ""
         blocks = blocks_of(asked, owner)
         answer = await unless_gone(request, self._answer(request, body, asked, blocks))
@@ -132,7 +132,7 @@ class Router:
             loads = loads or {one.number: one.in_flight for one in left}
             if not loads:
                 raise ResourceError("no process of the model answers now: try again later")
-            keeper = self._ids.get(_kept_response(request, asked), -1)
+            keeper = self._ids.get(kept_response(request, asked), -1)
             number = keeper if keeper in loads else self._affinity.choose(blocks, loads)
             self._affinity.note(number, blocks)
             replica = self._replicas[number]
@@ -161,7 +161,7 @@ class Router:
         return Watch(lambda: self.metrics.lost(replica.number), done, named)
 
 
-def _kept_response(request: Request, asked: Mapping[str, Any]) -> str:
+def kept_response(request: Request, asked: Mapping[str, Any]) -> str:
     """The id of an earlier response that a request is about; empty without one."""
     if request.url.path.startswith(f"{RESPONSES}/"):
         return request.url.path.removeprefix(f"{RESPONSES}/").partition("/")[0]
@@ -169,7 +169,7 @@ def _kept_response(request: Request, asked: Mapping[str, Any]) -> str:
     return earlier if isinstance(earlier, str) else ""
 
 
-async def _parsed(body: bytes) -> Mapping[str, Any]:
+async def parsed(body: bytes) -> Mapping[str, Any]:
     """The body as JSON; empty if it is no JSON object, which the replica refuses."""
     with contextlib.suppress(ValueError, RecursionError, QCompileError):
         asked = json.loads(body) if len(body) <= _PARSED_AT_ONCE else await run_in_threadpool(json.loads, body)

@@ -30,7 +30,7 @@ def test_what_comes_before_a_prompt_and_whose_it_is_count() -> None:
 
 
 def test_a_prompt_goes_where_most_of_it_has_been() -> None:
-    affinity, blocks = Affinity(2), blocks_of({"prompt": LONG})
+    affinity, blocks = Affinity(), blocks_of({"prompt": LONG})
     assert affinity.choose(blocks, IDLE) == 0  # all are equal
     affinity.note(1, blocks[:1])
     assert affinity.choose(blocks, IDLE) == 1
@@ -41,7 +41,7 @@ def test_a_prompt_goes_where_most_of_it_has_been() -> None:
 
 
 def test_load_decides_between_equals_and_against_the_too_busy() -> None:
-    affinity, blocks = Affinity(2), blocks_of({"prompt": LONG})
+    affinity, blocks = Affinity(), blocks_of({"prompt": LONG})
     assert affinity.choose(blocks, {0: 1, 1: 0}) == 1
     affinity.note(0, blocks)
     assert affinity.choose(blocks, {0: 4, 1: 0}) == 0
@@ -51,7 +51,7 @@ def test_load_decides_between_equals_and_against_the_too_busy() -> None:
 
 
 def test_only_so_many_beginnings_are_noted() -> None:
-    affinity = Affinity(1)
+    affinity = Affinity()
     affinity.note(0, range(1 << 16))
     affinity.note(0, [-1])
     assert affinity._shared(0, range(1 << 16)) == (1 << 16) - 1  # the end of the longest prompt is forgotten first
