@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qcompile.codegen.gpu.context import PlanContext, single_launch
-from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.lora import ExpandSpec, ShrinkSpec
 from qcompile.codegen.gpu.operands import CountRef, GridSize, InputRef, Operands, WeightRef
 from qcompile.codegen.gpu.row_launches import row_launch, row_spec
 from qcompile.codegen.lora_calls import GateRows, LoraExpand, LoraShrink
 
+_ROWS_ALONE = 64
+"""The most rows of a step of which each has programs of its own: rows of different adapters share no factors."""
 ADAPTED = "adapted"
 """The count by which these launches run: the rows of a step, 0 if none has an adapter."""
 
@@ -38,7 +39,7 @@ def lora_expand(context: PlanContext, c: LoraExpand) -> Iterator[Launch]:
     x, out = context.buffer(c.x), context.buffer(c.out)
     args = _adapter_of_row(c.table) | {"x": context.ref(c.x), "out": context.ref(c.out)}
     variants = []
-    for most, rows, ranks in ((DECODE_TOKENS, 1, 8), (0, 8, 2)):
+    for most, rows, ranks in ((_ROWS_ALONE, 1, 8), (0, 8, 2)):
         spec = ExpandSpec(c.site, out.width, x.stride, out.stride, c.factors, rows, ranks)
         grid = (GridSize(ADAPTED, rows), -(-out.width // ExpandSpec.COLUMNS), 1)
         variants.append(Variant(spec.kernel(context.capability), grid, args, most))
