@@ -128,13 +128,13 @@ def deploy(artifact: Path, **more: Any) -> None:
 
 def replica_processes() -> list[int]:
     """The processes of the model's replicas."""
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (folder / "cmdline").read_bytes()
             if command.startswith(f"ray::ServeReplica:{APPLICATION}:{MODEL}".encode()):
-                found.append(int(folder.name))
-    return sorted(found)
+                processes.append(int(folder.name))
+    return sorted(processes)
 
 
 async def ask(client: aiohttp.ClientSession, asking: Asking, stream: bool) -> Asking:

@@ -16,7 +16,7 @@ from qcompile.runtime.server.replicas.affinity import Affinity
 
 
 class PrefixRouter(RequestRouter):
-    """The router of requests whose second argument says what they want."""
+    """The router of requests: the second argument of a request says what it wants."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         self._affinity = Affinity[str]()
