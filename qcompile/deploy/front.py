@@ -16,16 +16,15 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from qcompile.deploy.exchange import Asked, Head, Wanted
 from qcompile.runtime.server.access import admits, key_of
 from qcompile.runtime.server.asking import unless_gone
-from qcompile.runtime.server.bodies import Bounded
-from qcompile.runtime.server.errors import UnknownModelError, add_error_handlers
+from qcompile.runtime.server.errors import UnknownModelError
 from qcompile.runtime.server.replicas.affinity import blocks_of
+from qcompile.runtime.server.replicas.application import application
 from qcompile.runtime.server.replicas.forwarding import LostError, failure_event, response_id
 from qcompile.runtime.server.replicas.metrics import merged
 from qcompile.runtime.server.replicas.router import kept_response, parsed
 
 _MOST_KEPT = 1 << 14
 """Most responses of which the front remembers the replica."""
-_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _MODELS = "/v1/models"
 
 
@@ -61,13 +60,7 @@ class Front:
 
     def app(self) -> FastAPI:
         """The application."""
-        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-        app.add_middleware(Bounded, responded=lambda path, status: None, most=self._most_bytes)
-        for path, handler in (("/health", self.health), ("/metrics", self.show_metrics)):
-            app.api_route(path, methods=["GET", "HEAD"])(handler)
-        app.api_route("/{path:path}", methods=_METHODS)(self.forward)
-        add_error_handlers(app)
-        return app
+        return application(self, self._most_bytes)
 
     async def health(self) -> JSONResponse:
         """Status 200 while each model has a replica that answers, and how many there are."""

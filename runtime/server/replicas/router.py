@@ -18,9 +18,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from qcompile.errors import QCompileError, ResourceError
 from qcompile.runtime.server.access import admits, key_of
 from qcompile.runtime.server.asking import unless_gone
-from qcompile.runtime.server.bodies import Bounded, most_bytes
-from qcompile.runtime.server.errors import add_error_handlers
+from qcompile.runtime.server.bodies import most_bytes
 from qcompile.runtime.server.replicas.affinity import Affinity, blocks_of
+from qcompile.runtime.server.replicas.application import application
 from qcompile.runtime.server.replicas.forwarding import RESPONSES, Forwarding, LostError, UnreachableError, Watch
 from qcompile.runtime.server.replicas.metrics import RouterMetrics
 from qcompile.runtime.server.replicas.pulse import watch
@@ -35,7 +35,6 @@ _UNREAD_SECONDS = 1.0
 replica is killed, its socket queues requests until the router knows."""
 _MOST_IDS = 1 << 14
 """Most responses of which the router remembers the replica."""
-_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,8 @@ class Router:
 
     def app(self) -> FastAPI:
         """The application. It takes bodies as large as a replica does."""
-        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         facts = next((replica.facts for replica in self._replicas if replica.facts), {})
-        app.add_middleware(Bounded, responded=self.metrics.responded, most=most_bytes(facts.get("context", 0)))
-        for path, handler in (("/health", self.health), ("/metrics", self.show_metrics)):
-            app.api_route(path, methods=["GET", "HEAD"])(handler)
-        app.api_route("/{path:path}", methods=_METHODS)(self.forward)
-        add_error_handlers(app)
-        return app
+        return application(self, most_bytes(facts.get("context", 0)), self.metrics.responded)
 
     async def health(self) -> JSONResponse:
         """Status 200 while one replica's engine runs, and how each replica is."""
