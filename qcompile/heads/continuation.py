@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qcompile.clock import Progress, silent
-from qcompile.errors import ResourceError, UsageError
+from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.heads.target import HeadTarget
 
 WRITTEN = "continued.safetensors"
@@ -34,7 +35,7 @@ def continued(
     """The first `kept` tokens of each window, and the target's greedy choices after them: int64 [windows, length].
 
     `batch` windows are written at a time. Those that an interrupted run has written into the folder `output` are taken
-    from there. An end-of-text token is a token as others are. Raises UsageError, ResourceError.
+    from there. An end-of-text token is a token as others are. Raises UsageError, UnsupportedError, ResourceError.
     """
     if not 0 < kept < windows.shape[1]:
         raise UsageError(f"--continue-after {kept}: give 1 to {windows.shape[1] - 1}, as a piece has one token more")
@@ -62,12 +63,17 @@ def continued(
 
 @torch.no_grad()
 def _continue(target: HeadTarget, part: Tensor, kept: int) -> Tensor:
-    """One part of the windows, written to its end."""
+    """One part of the windows, written to its end. Raises UnsupportedError if the model has no cache of its text."""
     tokens = part[:, :kept].to(target.output_weight.device)
-    rows, cache = [tokens], None
+    rows: list[Tensor] = [tokens]
+    known: dict[str, Any] = {}
     for _ in range(part.shape[1] - kept):
-        out = target.module(tokens, past_key_values=cache, use_cache=True)
-        tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+        out = target.module(tokens, use_cache=True, **known)
+        known = {"past_key_values": getattr(out, "past_key_values", None)}
+        if known["past_key_values"] is None:
+            kind = target.config.model_type
+            raise UnsupportedError(f"model type {kind} has no cache that continues a text: leave out --continue-after")
+        tokens = out.logits[:, -1:].argmax(-1)
         rows.append(tokens)
     return torch.cat(rows, 1).cpu()
 

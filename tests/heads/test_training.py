@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qcompile.errors import UsageError
+from qcompile.errors import UnsupportedError, UsageError
 from qcompile.heads.continuation import WRITTEN, continued
 from qcompile.heads.layout import default_layers, is_head
 from qcompile.heads.model import DraftHead
@@ -115,6 +115,16 @@ def test_an_interrupted_text_goes_on(target: HeadTarget, windows: Tensor, tmp_pa
 def test_a_text_must_leave_something_to_write(target: HeadTarget, windows: Tensor, tmp_path: Path, kept: int) -> None:
     with pytest.raises(UsageError, match=f"--continue-after {kept}: give 1 to 11"):
         continued(target, windows, kept, batch=7, output=tmp_path)
+
+
+def test_a_model_without_a_cache_of_its_text_is_refused(windows: Tensor, tmp_path: Path) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1)
+    model = HeadTarget(MambaForCausalLM(config).eval(), config)
+    with pytest.raises(UnsupportedError, match=r"model type mamba has no cache .* leave out --continue-after"):
+        continued(model, windows[:2], 4, batch=2, output=tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_interrupted_training_ends_with_the_same_weights(
