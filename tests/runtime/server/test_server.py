@@ -486,7 +486,7 @@ def test_settings_of_python_end_with_the_server() -> None:
     gc.set_threshold(700, 10, 10)  # commands that ran in this process may have set others
     before = sys.getswitchinterval(), gc.get_threshold()
     try:
-        with pytest.raises(ValueError), server._python_of_a_server():
+        with pytest.raises(ValueError), server.python_of_a_server():
             assert gc.get_freeze_count() > max(frozen, 1000) and gc.get_threshold()[0] > before[1][0]
             raise ValueError
         assert (sys.getswitchinterval(), gc.get_threshold()) == before and (gc.get_freeze_count() > 0) == (frozen > 0)
