@@ -247,7 +247,7 @@ def kernel_times(executor: CudaExecutor, rows: list[Rows]) -> dict[str, list[flo
     counts = executor.fill(rows)
     names = {address: label for label, address in executor.launcher.functions.items()}
     by_kernel: dict[str, list[Any]] = {}
-    for _, call in executor.prepare(executor.plan["launches"], counts):
+    for _, call in executor.launcher.prepare(executor.plan["launches"], counts):
         by_kernel.setdefault(names[call.function], []).append(call)
     result = {}
     for label, calls in by_kernel.items():

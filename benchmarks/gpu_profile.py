@@ -49,7 +49,7 @@ def profile(executor: CudaExecutor, program: Program, rows: int, context: int) -
     milliseconds = 1e3 * rows_seconds(executor, step)
     names: dict[str, str] = {}
     labels = {address: label for label, address in executor.launcher.functions.items()}
-    for name, call in executor.prepare(executor.plan["launches"], executor.fill(step)):
+    for name, call in executor.launcher.prepare(executor.plan["launches"], executor.fill(step)):
         names.setdefault(labels[call.function], name)
     kernels: list[dict[str, Any]] = []
     for label, (us, count) in kernel_times(executor, step).items():

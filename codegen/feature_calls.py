@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,3 +25,18 @@ class WriteFeatures(Call):
     kernel: ClassVar[str] = "write_features"
     write_fields: ClassVar[tuple[str, ...]] = ()
     x: str
+
+
+def only_for_features(calls: Sequence[Call]) -> frozenset[int]:
+    """The calls of which a step needs the results only to return features, by their numbers."""
+    numbers: set[int] = set()
+    wanted: set[str] = set()
+    others: set[str] = set()
+    for index, call in reversed(list(enumerate(calls))):
+        writes = set(call.writes)
+        if isinstance(call, WriteFeatures) or (writes & wanted and not writes & others):
+            numbers.add(index)
+            wanted.update(call.reads)
+        else:
+            others.update(call.reads)
+    return frozenset(numbers)

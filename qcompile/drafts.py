@@ -161,9 +161,9 @@ class Drafts:
         models = tuple(draft for draft in listed if draft != LOOKUP)
         heads = [Path(draft) for draft in models if isinstance(draft, str | Path) and is_head(Path(draft))]
         if heads:
-            check_alone(heads[0], passes.target, bool(recipe) or len(models) > 1)
-            head = HeadDraft(HeadFile.open(heads[0]), passes.head)
-            return Drafts(recipe, (), passes.separate, LOOKUP in listed, head)
+            lookup = LOOKUP in listed
+            check_company(heads[0], passes.target, bool(recipe) or len(models) > 1, lookup)
+            return Drafts(recipe, (), passes.separate, lookup, HeadDraft(HeadFile.open(heads[0]), passes.head))
         return Drafts(recipe, models, passes.separate, LOOKUP in listed)
 
     @property
@@ -262,10 +262,10 @@ _CHANGE_STREAM = ("reorder",)
 """Passes that change the residual stream in a way that the target's products for a head do not follow."""
 
 
-def check_alone(head: Path, target: Target, others: bool) -> None:
-    """Raise UnsupportedError if `head` cannot draft on `target`, or among `others`."""
-    if target.kind != "cpu":
-        raise UnsupportedError(f"draft {head} is a draft head: heads draft on CPUs only, not on {target.name} yet")
+def check_company(head: Path, target: Target, others: bool, lookup: bool) -> None:
+    """Raise UnsupportedError if `head` cannot draft among `others`, or not before a lookup on `target`."""
+    if lookup and target.kind != "cpu":
+        raise UnsupportedError(f"draft {head} is a draft head: no drafts follow a head on {target.name} yet")
     if others:
         raise UnsupportedError(f"draft {head} is a draft head: only {LOOKUP} can follow it, no other drafts yet")
 

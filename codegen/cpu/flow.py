@@ -21,21 +21,6 @@ def writes_outputs(program: Program, call: Call) -> bool:
     return all(program.buffer(name).rows == "outputs" for name in names)
 
 
-def only_for_features(program: Program) -> frozenset[int]:
-    """The calls of which a step needs the results only to return features."""
-    numbers: set[int] = set()
-    wanted: set[str] = set()
-    others: set[str] = set()
-    for index, call in reversed(list(enumerate(program.calls))):
-        writes = set(call.writes)
-        if isinstance(call, WriteFeatures) or (writes & wanted and not writes & others):
-            numbers.add(index)
-            wanted.update(call.reads)
-        else:
-            others.update(call.reads)
-    return frozenset(numbers)
-
-
 def own_buffers(program: Program) -> frozenset[str]:
     """Buffers that only rowwise calls write, each from one other buffer: threads may have private copies."""
     alone = Norm | QuantizeRows | Hadamard | TakeRows

@@ -23,6 +23,7 @@ from qcompile.codegen.cpu.barriers import Barriers
 from qcompile.codegen.cpu.cpp import f32, ident, rows_kind, string
 from qcompile.codegen.cpu.headers import Headers
 from qcompile.codegen.cpu.statements import Statements, rope_stride
+from qcompile.codegen.feature_calls import only_for_features
 from qcompile.codegen.program import Program
 from qcompile.codegen.sizes import round_up
 from qcompile.codegen.state_calls import RecurrenceStep
@@ -112,7 +113,7 @@ def _environment() -> Environment:
 
 def _rendered_calls(program: Program, barriers: Barriers, statements: Statements) -> list[_RenderedCall]:
     outputs = [flow.writes_outputs(program, call) for call in program.calls]
-    features = flow.only_for_features(program)
+    features = only_for_features(program.calls)
     rendered = []
     for index, call in enumerate(program.calls):
         first = outputs[index] and all(outputs[index:]) and not any(outputs[:index])

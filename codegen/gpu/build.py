@@ -17,9 +17,9 @@ from qcompile.codegen.gpu.fill import padded_program
 from qcompile.codegen.gpu.fuse import fuse
 from qcompile.codegen.gpu.gemm.pack import GPU_PACKING
 from qcompile.codegen.gpu.kernel import Kernel
-from qcompile.codegen.gpu.launches import MOST_OUTPUTS, MOST_ROWS, LaunchPlan
+from qcompile.codegen.gpu.launches import MOST_OUTPUTS, MOST_ROWS, Launch, LaunchPlan
 from qcompile.codegen.gpu.plan import kv_of, make_plan
-from qcompile.codegen.gpu.rounds import lookup_launch, round_launches
+from qcompile.codegen.gpu.rounds import head_round_launches, lookup_launch, round_launches
 from qcompile.codegen.program import Program
 from qcompile.errors import UnsupportedError
 from qcompile.targets import Target
@@ -63,7 +63,9 @@ def with_rounds(plans: Mapping[str, LaunchPlan], lookup: bool) -> dict[str, Laun
     """The plans, that of `model` with the launches of speculation rounds if another path or n-gram lookup drafts."""
     model, drafts = plans["model"], [plan for name, plan in plans.items() if name != "model"]
     states, draft_states = model.slot_bytes > 0, any(draft.slot_bytes for draft in drafts)
-    rounds = round_launches(states, draft_states) if drafts or lookup else ()
+    rounds: tuple[Launch, ...] = round_launches(states, draft_states) if drafts or lookup else ()
+    if any(draft.drafting for draft in drafts):
+        rounds = head_round_launches(model.features)
     looking_up = (lookup_launch(),) if lookup and not drafts else ()
     return {**plans, "model": replace(model, rounds=rounds, lookup=looking_up)}
 

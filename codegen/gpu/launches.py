@@ -26,6 +26,7 @@ and grid sizes. Counts of a step:
     biased, penalized           `outputs` if any sequence has biases, or penalties, else 0
     masked                      `outputs` if a grammar excludes tokens of any sequence, else 0
     reported                    `outputs` if log probabilities of any sequence are wanted, else 0
+    featured                    the number of tokens if the runtime wants the features of rows (features.py), else 0
     adapted                     the number of tokens if any sequence has an adapter, else 0
     kept                        if any of these sequences has biases, penalties or a grammar too, at least the number of
                                 outputs for which a token is chosen (their next token is not known); else 0
@@ -117,7 +118,9 @@ class LaunchPlan:
     """The launches of a path's step, in order, and those of what surrounds steps.
 
     `feedback` passes the tokens of a step to the next one of the same rows, `follow` to one of other rows. `rounds` has
-    the launch before and the one after verification in a speculation round, `lookup` the n-gram drafts of a round.
+    the launch before and those after verification in a speculation round, `lookup` the n-gram drafts of a round, and
+    `drafting` what follows the first and each later step of a draft head. `features` is the width of the features that
+    the model returns to a head.
     `slot_bytes`: of a sequence's recurrent states, if there are any. `sums`: of a divided model, its ranks, elements of
     the widest sum's row, elements of a chunk, where chunks and gathered logits begin in peer memory, and bytes of the
     state of exchanges (codegen/gpu/peer_memory.py). `hidden`: where final hidden states are (codegen/gpu/hidden.py).
@@ -131,6 +134,8 @@ class LaunchPlan:
     follow: tuple[Launch, ...] = ()
     rounds: tuple[Launch, ...] = ()
     lookup: tuple[Launch, ...] = ()
+    drafting: tuple[Launch, ...] = ()
+    features: int = 0
     slot_bytes: int = 0
     sums: Mapping[str, int] = field(default_factory=dict)
     hidden: Mapping[str, Any] = field(default_factory=dict)
@@ -156,7 +161,7 @@ class LaunchPlan:
 
     @cached_property
     def _variants(self) -> tuple[Variant, ...]:
-        every = (self.launches, self.feedback, self.follow, self.rounds, self.lookup)
+        every = (self.launches, self.feedback, self.follow, self.rounds, self.lookup, self.drafting)
         return tuple(variant for launches in every for launch in launches for variant in launch.variants)
 
     @cached_property
@@ -205,9 +210,12 @@ class LaunchPlan:
             "follow": _json_of(self.follow),
             "rounds": _json_of(self.rounds),
             "lookup": _json_of(self.lookup),
+            "drafting": _json_of(self.drafting),
             "text_tokens": TEXT_TOKENS,
             "weights": len(program.weights),
             "hidden": dict(self.hidden),
+            "features": self.features,
+            "reads_features": program.reads_features,
             **({"sums": dict(self.sums)} if self.sums else {}),
         }
         return json.dumps(data, sort_keys=True, indent=1) + "\n"

@@ -31,11 +31,13 @@ from qcompile.codegen.calls import (
     RopeHeads,
     TakeRows,
 )
+from qcompile.codegen.feature_calls import ReadFeatures, WriteFeatures, only_for_features
 from qcompile.codegen.gpu import (
     all_gather,
     all_reduce,
     attention_launches,
     expert_launches,
+    features,
     fused,
     gemm_launches,
     lora_launches,
@@ -52,7 +54,7 @@ from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.hidden import hidden_of
 from qcompile.codegen.gpu.kv_pages import LEAVES, GpuKV
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
-from qcompile.codegen.gpu.rounds import feedback_launch, follow_launch
+from qcompile.codegen.gpu.rounds import feedback_launch, follow_launch, head_draft_launches
 from qcompile.codegen.lora_calls import GateRows, LoraExpand, LoraShrink
 from qcompile.codegen.program import Program
 from qcompile.codegen.state_calls import ConvStep, RecurrenceStep
@@ -80,10 +82,15 @@ def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool
     kvs = tuple(replace(kv, leaves=max(1, min(kv.leaves, split // MIN_LEAF_POSITIONS))) for kv in layers)
     program = fuse(program)
     context = PlanContext(program, kvs, split, target, inline_asm)
-    launches = tuple(launch for call in program.calls for launch in launches_of(context, call))
+    featured = only_for_features(program.calls)
+    launches: list[Launch] = []
+    for number, call in enumerate(program.calls):
+        planned = launches_of(context, call)
+        launches += map(features.if_featured, planned) if number in featured else planned
     around = (feedback_launch(),), (follow_launch(),)
-    facts: dict[str, Any] = {"sums": sums_of(context), "hidden": hidden_of(context)}
-    return LaunchPlan(target, kvs, split, launches, *around, slot_bytes=program.states.slot_bytes, **facts)
+    facts: dict[str, Any] = {"sums": sums_of(context), "hidden": hidden_of(context), "features": program.features}
+    facts["drafting"] = head_draft_launches() if program.reads_features else ()
+    return LaunchPlan(target, kvs, split, tuple(launches), *around, slot_bytes=program.states.slot_bytes, **facts)
 
 
 def launches_of(context: PlanContext, call: Call) -> tuple[Launch, ...]:
@@ -136,6 +143,8 @@ _LAUNCHES: Mapping[type[Call], Callable[[PlanContext, Any], Iterator[Launch]]] =
     LoraShrink: lora_launches.lora_shrink,
     LoraExpand: lora_launches.lora_expand,
     GateRows: lora_launches.gate_rows,
+    ReadFeatures: features.read_features,
+    WriteFeatures: features.write_features,
     fused.GatedQuantize: row_launches.gated_quantize,
     fused.GatedHadamard: row_launches.hadamard,
     fused.MeasuredQuantize: measured_quantize,

@@ -9,6 +9,8 @@ from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import MOST_OUTPUTS, MOST_ROWS, TEXT_TOKENS, Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, DraftRef, GridSize, InputRef, Operands, StateRef
 
+PART = 1024
+"""Most features of a row for each program that copies them."""
 _ROUND_STATE = (
     "last",
     "place",
@@ -20,6 +22,7 @@ _ROUND_STATE = (
     "pair_tokens",
     "pair_positions",
 )
+_HEAD_STATE = (*_ROUND_STATE[:7], "head_tokens", "head_positions", "head_outputs")
 _LOOKUP_STATE = ("text", "length", "match", "most", "left", "counter", "gained", "tokens", "drafted")
 
 
@@ -59,9 +62,49 @@ def round_launches(states: bool = False, draft_states: bool = False) -> tuple[La
     )
 
 
-def _round_launch(name: str, pointers: Sequence[str], operands: Operands, accept: bool, states: bool) -> Launch:
+def head_round_launches(width: int) -> tuple[Launch, Launch, Launch]:
+    """The launches before and after verification in a round with a draft head.
+
+    The last one keeps the features of the round's rows, of `width` elements, which the head reads in the next round.
+    """
+    operands: Operands = {name: InputRef(name) for name in ("token_ids", "positions", "argmax", "features")}
+    operands |= {name: StateRef(name) for name in _HEAD_STATE}
+    operands |= {name: DraftRef(name) for name in ("decoded", "known")}
+    operands |= {"S": CountRef("sequences"), "Q": CountRef("queries")}
+    pointers = {"features": "*fp32", "known": "*fp32", "gained": "*i32", "counter": "*i32"}
+    arguments = (*(Argument(*each) for each in pointers.items()), *_arguments((), "S", "Q"))
+    values = {"arguments": arguments, "width": width, "part": PART}
+    kernel = Kernel("keep_features", render_template("keep_features.py.jinja", **values), arguments, 4, 1)
+    variant = Variant(kernel, (GridSize("tokens"), -(-width // PART), 1), operands)
+    rows = ("last", "place", "decoded", "token_ids", "positions")
+    return (
+        _round_launch("round_rows", rows, operands, accept=False, states=False),
+        _round_launch("round_accept", ("argmax", "decoded", *_HEAD_STATE), operands, True, False, head=True),
+        Launch("keep_features", "tokens", (variant,)),
+    )
+
+
+def head_draft_launches() -> tuple[Launch, Launch]:
+    """The launch after the first step of a draft head in a round, and the one after each later step."""
+    inputs, state = ("argmax", "token_ids", "positions"), ("proposed", "depth", "place")
+    operands: Operands = {name: InputRef(name) for name in inputs} | {name: StateRef(name) for name in state}
+    operands |= {"decoded": DraftRef("decoded"), "S": CountRef("sequences")}
+    launches = []
+    for first in (True, False):
+        arguments = _arguments((*inputs, "decoded", *state[: 2 + first]), "S")
+        name = f"head_draft{'_first' * first}"
+        values = {"name": name, "arguments": arguments, "first": first, "most": MOST_OUTPUTS}
+        kernel = Kernel(name, render_template("head_draft.py.jinja", **values), arguments, 4, 1)
+        launches.append(Launch(name, "sequences", (Variant(kernel, (1, 1, 1), operands),)))
+    return launches[0], launches[1]
+
+
+def _round_launch(
+    name: str, pointers: Sequence[str], operands: Operands, accept: bool, states: bool, head: bool = False
+) -> Launch:
     arguments = _arguments(pointers, "S", "Q")
-    values = {"name": name, "arguments": arguments, "accept": accept, "states": states, "most": MOST_OUTPUTS}
+    values = {"name": name, "arguments": arguments, "accept": accept, "states": states, "head": head}
+    values |= {"most": MOST_OUTPUTS}
     kernel = Kernel(name, render_template("speculation_round.py.jinja", **values), arguments, 4, 1)
     return Launch(name, "sequences", (Variant(kernel, (1, 1, 1), operands),))
 

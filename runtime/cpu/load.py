@@ -5,10 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from qcompile.artifact.hashes import listed_file
 from qcompile.artifact.layout import Manifest
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.runtime.cpu.executor import Executor, StateMemory, bind
@@ -17,6 +13,7 @@ from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory
 from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory
+from qcompile.runtime.speculation.head_tokens import head_tokens
 from qcompile.runtime.speculation.reencode import Reencoder, open_reencoder
 from qcompile.runtime.speculation.stages import Drafter, DraftStage, Speculator
 from qcompile.runtime.step import Limits
@@ -185,22 +182,8 @@ def _open_head(artifact: LoadedArtifact, stages: list[dict[str, Any]], target: E
     if head.features.shape != target.features.shape:
         raise ArtifactError(f"{artifact.root}: the model and its draft head have different features; build it again")
     drafting = [DraftStage(head, stage["gamma"]), *(DraftStage(None, m["gamma"], match=m["lookup"]) for m in more)]
-    return LibraryHeadSpeculator(target, head, drafting, _head_tokens(artifact, stage, target.limits.vocab))
-
-
-def _head_tokens(artifact: LoadedArtifact, stage: dict[str, Any], vocabulary: int) -> NDArray[np.int32] | None:
-    """The target's tokens that a head proposes, by their numbers in the head; None if these are the same."""
-    name = stage.get("tokens")
-    if name is None:
-        if stage["vocab_size"] != vocabulary:
-            raise ArtifactError(f"{artifact.root}: a draft head of {stage['vocab_size']} tokens has no list of them")
-        return None
-    content = listed_file(artifact.root, artifact.manifest["files"], name) or b""
-    whole = len(content) == 4 * stage["vocab_size"]
-    tokens = np.frombuffer(content if whole else b"", np.int32)
-    if not whole or not ((tokens >= 0) & (tokens < vocabulary)).all():
-        raise ArtifactError(f"{artifact.root}: {name} does not list tokens of the model; build it again")
-    return tokens
+    tokens = head_tokens(artifact.root, artifact.manifest["files"], stage, target.limits.vocab)
+    return LibraryHeadSpeculator(target, head, drafting, tokens)
 
 
 def _open_reencoder(

@@ -16,14 +16,14 @@ import numpy as np
 from qcompile.artifact.abi import GPU_ABI
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime.cuda.counts import Counts, attention_counts
-from qcompile.runtime.cuda.driver import Driver, LaunchCall
+from qcompile.runtime.cuda.driver import Driver
+from qcompile.runtime.cuda.features import DeviceFeatures, allocate_features
 from qcompile.runtime.cuda.hidden import read_hidden, why_not
 from qcompile.runtime.cuda.inputs import StepInputs
-from qcompile.runtime.cuda.launching import BEFORE_HEAD, Addresses, Launcher
+from qcompile.runtime.cuda.launching import BEFORE_HEAD, Launcher
 from qcompile.runtime.cuda.masks import DeviceMasks
 from qcompile.runtime.cuda.memory import MOST_DECODED, DeviceMemory, PinnedNumbers
 from qcompile.runtime.cuda.plans import OtherRanks
-from qcompile.runtime.cuda.profile import LaunchTimes
 from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.inputs import SamplingInputs
@@ -43,6 +43,9 @@ class CudaExecutor:
 
     threads, samples, asks_for_masks, overlaps, embed_width = 0, True, False, True, 0
     copies: SlotCopies | None = None
+    features: DeviceFeatures | None = None
+    given: DeviceFeatures | None = None
+    """What the rows of the last call return to a draft head, once wanted (`connect`), and what those of a head read."""
 
     def __init__(
         self,
@@ -150,6 +153,7 @@ class CudaExecutor:
             "queries": written.queries,
             "table_stride": written.stride,
             "adapted": written.adapted,
+            "featured": self.features.begin(written.tokens) if self.features else 0,
             **sampled,
             **attention_counts(self.plan, written.decoding, written.prompts),
         }
@@ -162,21 +166,6 @@ class CudaExecutor:
             return self._masks.address if name == "masks" else self._failed
         place = self.inputs.address(name)
         return self.memory.results[name] if place is None else place
-
-    def grow(self, counts: Counts) -> None:
-        """Make the scratch memory large enough for these counts."""
-        self.launcher.grow(counts)
-
-    def prepare(
-        self, launches: list[dict[str, Any]], counts: Counts, others: Addresses | None = None
-    ) -> list[tuple[str, LaunchCall]]:
-        """Prepare launches of the plan for these counts, with addresses of `others`. Returns them with their names."""
-        return self.launcher.prepare(launches, counts, others)
-
-    @property
-    def reallocations(self) -> int:
-        """How often memory that graphs point to was freed."""
-        return self.launcher.reallocations
 
     def step(
         self, sequences: Sequence[Rows], logits: bool, sampling: Sequence[SamplingInputs] = ()
@@ -206,11 +195,13 @@ class CudaExecutor:
         The pages must have room for all of them. Returns [steps, sequences], flattened.
         """
         counts = self.fill(sequences, steps, sampling)
-        each = max(1, min(steps, MOST_DECODED // counts["tokens"]))
+        each = max(1, min(steps, (self.memory.rows if self.features else MOST_DECODED) // counts["tokens"]))
         tokens: list[int] = []
         while len(tokens) < steps * counts["tokens"]:
             times = min(each, steps - len(tokens) // counts["tokens"])
             if tokens:  # the GPU has updated tokens and positions itself
+                if self.features:
+                    self.features.move(each * counts["tokens"])
                 self.inputs.reset_counter(self._turn)
                 if self.ranks:
                     self.ranks.plans.reset_counter(self._turn)
@@ -288,6 +279,16 @@ class CudaExecutor:
         if self._sampling:
             self._sampling.deliver()
 
+    def connect(self) -> None:
+        """Let steps return features, and read those given. Raises ArtifactError if the plan has none."""
+        self.features, self.given = allocate_features(self.driver, self.plan, self.memory)
+        self.overlaps = False  # rows must be read before the next step writes its own
+
+    def return_features(self, on: bool) -> None:
+        """Whether steps compute and return features from now on."""
+        assert self.features
+        self.features.wanted = on
+
     # ---- other ranks of a divided model --------------------------------------------------------
 
     def receive_sampling(self, numbers: memoryview, lists: memoryview) -> None:
@@ -303,9 +304,7 @@ class CudaExecutor:
 
     def profile(self, on: bool) -> None:
         """Start (resetting the counters) or stop timing each launch."""
-        if self.launcher.profile:
-            self.launcher.profile.forget()
-        self.launcher.profile = LaunchTimes(self.driver) if on else None
+        self.launcher.time(on)
 
     def profile_read(self) -> dict[str, tuple[float, int]]:
         """Seconds and number of runs of each launch since `profile(True)`, in the order they run."""

@@ -49,6 +49,12 @@ class Launcher:
         self.reallocations = 0
         """How often memory that graphs point to was freed."""
 
+    def time(self, on: bool) -> None:
+        """Start (resetting the times) or stop measuring the time of each launch."""
+        if self.profile:
+            self.profile.forget()
+        self.profile = LaunchTimes(self._driver) if on else None
+
     def grow(self, counts: Counts) -> None:
         """Make the scratch memory large enough for these counts."""
         for name, size in self._memory.lacking(counts).items():

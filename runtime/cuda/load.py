@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcompile.artifact.hashes import damaged, file_problem, listed_file, read_part
 from qcompile.artifact.layout import ADAPTER_TABLE, Manifest
-from qcompile.errors import ResourceError
+from qcompile.errors import ArtifactError, ResourceError
 from qcompile.runtime.cuda.adapters import DeviceAdapters, Sites
 from qcompile.runtime.cuda.driver import Driver, driver
 from qcompile.runtime.cuda.executor import CudaExecutor
+from qcompile.runtime.cuda.features import feature_bytes
+from qcompile.runtime.cuda.heads import CudaHeadSpeculator
 from qcompile.runtime.cuda.memory import activation_bytes, pages_in, peer_bytes
 from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.options import STEP_TOKENS
+from qcompile.runtime.speculation.head_tokens import head_tokens
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.reencode import open_reencoder
 from qcompile.runtime.speculation.stages import Drafter, DraftStage
@@ -244,12 +247,29 @@ def _drafter(
 ) -> Drafter:
     """The drafter for these stages. A single stage without a threshold runs its rounds as graphs."""
     first = opened[0]
+    if stages[0].get("features"):
+        return _head_drafter(root, files, target, stages[0], first)
     if stages[0].get("tokenizer") and first.executor:
         pool = BlockPool(target.kv_pages, first.executor.limits.page_tokens)
         return open_reencoder(root, files, stages[0], tokenizer, target.limits.vocab, first.executor, pool)
     if len(opened) == 1 and not first.threshold:
         return CudaSpeculator(target, first) if first.executor else CudaLookup(target, first)
     return HostSpeculator(target, opened)
+
+
+def _head_drafter(
+    root: Path, files: dict[str, Any], target: CudaExecutor, stage: dict[str, Any], opened: DraftStage
+) -> CudaHeadSpeculator:
+    """The drafter for a draft head. Raises ArtifactError if it does not fit the target."""
+    head: Any = opened.executor
+    if opened.shares_cache:
+        raise ArtifactError(f"{root}: a draft head is no path of its own; build it again")
+    for executor in (target, head):
+        executor.connect()
+    if head.plan["features"] != target.plan["features"] or not head.given:
+        raise ArtifactError(f"{root}: the model and its draft head have different features; build it again")
+    tokens = head_tokens(root, files, stage, target.limits.vocab)
+    return CudaHeadSpeculator(target, head, stage["gamma"], tokens)
 
 
 def _free(gpu: Driver, addresses: list[int], modules: list[ctypes.c_void_p]) -> None:
@@ -305,8 +325,11 @@ def _of_drafts(limits: Limits) -> Limits:
 def _buffers(plans: list[dict[str, Any]], limits: Limits) -> int:
     """Estimated bytes of all paths apart from weights and cache; the first plan is the target's."""
     peers = peer_bytes(plans[0]["sums"], limits.max_tokens) if "sums" in plans[0] else 0
-    sizes = (activation_bytes(plan, _of_drafts(limits) if i else limits) for i, plan in enumerate(plans))
-    return peers + sum(sizes) + len(plans) * (512 << 20)
+    by_plan = [(plan, _of_drafts(limits) if i else limits) for i, plan in enumerate(plans)]
+    size = sum(activation_bytes(plan, most) for plan, most in by_plan)
+    if len(plans) > 1:
+        size += sum(feature_bytes(plan, most.max_tokens) for plan, most in by_plan)
+    return peers + size + len(plans) * (512 << 20)
 
 
 def _read_other_files(root: Path, manifest: Manifest) -> dict[str, bytes]:

@@ -157,7 +157,7 @@ class CudaRounds(HostSpeculator, ABC):
 
     def reallocations(self) -> tuple[int, ...]:
         """How often each executor has freed memory that graphs point to."""
-        return (self.verifier.reallocations,)
+        return (self.verifier.launcher.reallocations,)
 
     # ---- rounds -------------------------------------------------------------------------------
 
@@ -264,10 +264,10 @@ class CudaRounds(HostSpeculator, ABC):
         """The launches of a round, in order."""
         others = {("state", name): address for name, address in self.state.addresses.items()}
         others |= {("draft", name): address for name, address in self.draft_addresses().items()}
-        plan, prepare = self.verifier.plan, self.verifier.prepare
-        before, after = (prepare([launch], verifying, others) for launch in plan["rounds"])
+        plan, prepare = self.verifier.plan, self.verifier.launcher.prepare
+        before, *after = (prepare([launch], verifying, others)[0] for launch in plan["rounds"])
         verify = prepare(plan["launches"], verifying)
-        return [call for _, call in (*self.draft_launches(drafting, verifying, others), *before, *verify, *after)]
+        return [call for _, call in (*self.draft_launches(drafting, verifying, others), before, *verify, *after)]
 
     def _capture(self, key: tuple[int, ...], calls: list[LaunchCall]) -> None:
         with self._driver.captured() as result:

@@ -74,7 +74,7 @@ class CudaSpeculator(CudaRounds):
         return addresses | {"certain": self.draft.address("certain") if own_states else self.state.addresses["unread"]}
 
     def reallocations(self) -> tuple[int, ...]:
-        return (*super().reallocations(), self.draft.reallocations)
+        return (*super().reallocations(), self.draft.launcher.reallocations)
 
     def draft_launches(self, drafting: Counts, verifying: Counts, others: Mapping[tuple[str, str], int]) -> Launches:
         draft = self.draft
@@ -85,12 +85,12 @@ class CudaSpeculator(CudaRounds):
         if not self._shared:
             pairs = _pair_counts(draft.plan, drafting)
             for counts in (pairs, drafting):  # before any launch holds an address that growing would change
-                draft.grow(counts)
+                draft.launcher.grow(counts)
             inputs = seen | {("input", name): others["state", name] for name in self._pairs}
             inputs["input", "token_ids"] = others["state", "pair_tokens"]
             inputs["input", "positions"] = others["state", "pair_positions"]
-            first = draft.prepare(launches, pairs, inputs) + draft.prepare(feedback, drafting)
-        step = draft.prepare(launches + feedback, drafting, seen)
+            first = draft.launcher.prepare(launches, pairs, inputs) + draft.launcher.prepare(feedback, drafting)
+        step = draft.launcher.prepare(launches + feedback, drafting, seen)
         return first + step * (verifying["queries"] - 1 - bool(first))
 
 
@@ -131,7 +131,7 @@ class CudaLookup(CudaRounds):
         return {**unread, "decoded": addresses["decoded"]}
 
     def draft_launches(self, drafting: Counts, verifying: Counts, others: Mapping[tuple[str, str], int]) -> Launches:
-        return self.verifier.prepare(self.verifier.plan["lookup"], verifying, others)
+        return self.verifier.launcher.prepare(self.verifier.plan["lookup"], verifying, others)
 
 
 def _pair_counts(plan: Mapping[str, Any], counts: Counts) -> Counts:

@@ -166,23 +166,23 @@ class HeadSpeculator(Speculator):
     # ---- steps of the head ------------------------------------------------------------------------
 
     def _catch_up(self, requests: Sequence[Request], gammas: Sequence[int]) -> None:
-        self._undrafted = 0
-        for request in requests:
-            self._wake(request)
+        self._wake(requests)
         self._fill(requests, min(self.most_lag, max(1, self.target.limits.max_outputs // len(requests))))
 
-    def _wake(self, request: Request) -> None:
-        """Have features of a text for which the target has rested: it computes the newest positions once more.
+    def _wake(self, requests: Sequence[Request]) -> None:
+        """Have features of the texts for which the target has rested: it computes the newest positions once more.
 
         That leaves its cache as it is.
         """
-        computed = request.sequence.computed
-        newest = max(self._of(request).end, computed - self.most_lag)
-        if request.id in self._rested and newest < computed:
-            tokens = request.sequence.tokens[newest:computed]
-            self._bridge(request, newest)
-            self._target.step([Rows(tokens, newest, request.sequence.pages, 0)], False)
-            self._keep(request, newest, self._target.features[: len(tokens)])
+        self._undrafted = 0
+        for request in requests:
+            computed = request.sequence.computed
+            newest = max(self._of(request).end, computed - self.most_lag)
+            if request.id in self._rested and newest < computed:
+                tokens = request.sequence.tokens[newest:computed]
+                self._bridge(request, newest)
+                self._target.step([Rows(tokens, newest, request.sequence.pages, 0)], False)
+                self._keep(request, newest, self._target.features[: len(tokens)])
 
     def _bridge(self, request: Request, end: int) -> None:
         """Have no features of the positions before `end` that the target has computed while it rested.

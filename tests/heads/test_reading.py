@@ -154,7 +154,7 @@ def test_weights_that_are_refused(head: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "h200"}, "heads draft on CPUs only, not on h200"),
+        ({"target": "h200", "more": ["lookup"]}, "no drafts follow a head on h200 yet"),
         ({"recipe": "nested"}, "only lookup can follow it"),
         ({"options": {"reorder.enabled": "true"}}, "which reorder changes"),
         ({"options": {"cache.format": "kv_hier"}}, "do not draft over hierarchical caches"),

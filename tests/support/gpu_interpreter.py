@@ -125,6 +125,7 @@ class Interpreter:
             "table_stride": stride,
             **dict.fromkeys(("sampled", "top_k", "top_p", "biased", "penalized", "masked", "reported", "kept"), 0),
             "adapted": 0,
+            "featured": 0,
             **attention_counts(plan, decoding, prompts),
         }
 

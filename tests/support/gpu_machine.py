@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.operands import CountRef, NumberRef, grid_size
 from qcompile.codegen.gpu.plan import make_plan
+from qcompile.drafts import DraftPath
 from qcompile.passes.lora import described
 from qcompile.runtime.cuda import counts, inputs, launching, load
 from qcompile.runtime.cuda.adapters import DeviceAdapters
@@ -37,6 +39,7 @@ from qcompile.runtime.speculation.controller import GammaController
 from qcompile.runtime.speculation.costs import GAMMAS, RoundCosts, SpeculationPrior
 from qcompile.runtime.step import Limits
 from qcompile.targets import TARGETS
+from tests.support.fake import listed
 
 _TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8}
 _TYPES |= {"*fp64": torch.float64, "*fp16": torch.float16, "*i64": torch.int64}
@@ -140,6 +143,17 @@ def _data(plan: LaunchPlan, program: Any) -> Any:
     return json.loads(plan.to_json(launched, program, {}))
 
 
+def _written(folder: Path, drafts: Sequence[DraftPath]) -> dict[str, Any]:
+    """Write the lists of tokens of draft heads. Returns them as a manifest lists files."""
+    files = {}
+    for draft in drafts:
+        if draft.tokens:
+            (folder / draft.name).mkdir()
+            (folder / draft.name / "tokens.bin").write_bytes(draft.tokens)
+            files |= {f"{draft.name}/{name}": facts for name, facts in listed(folder / draft.name).items()}
+    return files
+
+
 class Machine:
     """A decoder compiled by a recipe for a GPU, opened here with its drafts if it has some.
 
@@ -181,7 +195,10 @@ class Machine:
         nowhere, listed = KernelFiles("", "", 0, ""), [{"name": name} for name in self.weights]
         stages = drafts_module.draft_stages(planned.drafts, planned.lookup, nowhere, listed)
         opened = [load._stage(self.target, e, data.get(e.get("path")), functions, self.weights) for e in stages]
-        self.speculator: Any = load._drafter(Path(), {}, self.target, stages, opened, None) if stages else None
+        with TemporaryDirectory() as folder:
+            files = _written(Path(folder), planned.drafts)
+            drafter = load._drafter(Path(folder), files, self.target, stages, opened, None) if stages else None
+        self.speculator: Any = drafter
         self.pages = pages
         if not fine:
             for executor in self.executors:
