@@ -64,6 +64,13 @@ class BusyError(ResourceError):
     """Too many requests wait already. The caller should try again later."""
 
 
+class AsleepError(ResourceError):
+    """The model sleeps."""
+
+    def __init__(self, state: str = "is asleep") -> None:
+        super().__init__(f"the model {state}: wake it first (wake_up in Python, POST /wake_up over HTTP)")
+
+
 class ArtifactError(QCompileError):
     """An artifact is damaged, of another format version, or built for another machine."""
 

@@ -93,6 +93,19 @@ class AsyncLLM:
         tokens = await asyncio.to_thread(lambda: [self.llm.encode(text, params=alone) for text in listed])
         return np.concatenate([await self._service.call(partial(how.embeddings, engine, [one])) for one in tokens])
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the model sleeps."""
+        return self._service.asleep
+
+    async def sleep(self, level: int = 1) -> None:
+        """Refuse new requests, let those that run end, then sleep as `LLM.sleep` does."""
+        await self._service.sleep(level)
+
+    async def wake_up(self) -> None:
+        """Wake up as `LLM.wake_up` does."""
+        await self._service.wake_up()
+
     async def aclose(self) -> None:
         """End the thread, and close the model if it was loaded here. Unfinished requests raise ResourceError."""
         await asyncio.to_thread(self._service.close)

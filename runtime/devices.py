@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from qcompile.artifact.layout import Manifest
 from qcompile.errors import ArtifactError
+from qcompile.runtime.engine.sleep import ReleasableMemory
 from qcompile.runtime.loader import LoadedArtifact, load_artifact
 from qcompile.runtime.lora.table import Adapters, open_table, read_factors
 from qcompile.runtime.options import LoadOptions
@@ -31,7 +32,7 @@ class OpenedModel:
 
     `artifact` must live as long as the executor; None if the executor needs nothing of it. `most_cached` is the largest
     number of pages that may be kept for prefix reuse without being in use; None is no limit. `adapters` are those that
-    requests may have, if any.
+    requests may have, if any. `memory` is what it can give back to sleep; if it cannot, the reason.
     """
 
     executor: StepExecutor
@@ -40,6 +41,7 @@ class OpenedModel:
     artifact: LoadedArtifact | None = None
     most_cached: int | None = None
     adapters: Adapters | None = None
+    memory: ReleasableMemory | str = "a GPU's memory is kept until the model is closed"
 
 
 def open_model(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:
@@ -56,6 +58,7 @@ def open_model(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedMo
 
 def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:
     from qcompile.runtime.cpu.load import open_cpu
+    from qcompile.runtime.cpu.sleep import CpuMemory
 
     ranks = len(manifest["runtime"].get("ranks") or [0])
     cores = len(os.sched_getaffinity(0))
@@ -69,7 +72,9 @@ def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
     # Pages that were never used take no memory yet. Unless the caller has granted an amount, most stay unused.
     few = max(executor.kv_pages // 4, executor.limits.pages_for(executor.limits.max_position))
     adapters = open_table(root, manifest, options.lora or {}, artifact.pointers, executor.kv_pages)
-    return OpenedModel(executor, drafter, tokenizer, artifact, None if granted is not None else few, adapters)
+    most_cached = None if granted is not None else few
+    memory = f"{ranks} processes compute it together" if ranks > 1 else CpuMemory(artifact, executor.caches)
+    return OpenedModel(executor, drafter, tokenizer, artifact, most_cached, adapters, memory)
 
 
 def _open_on_gpu(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:

@@ -18,6 +18,7 @@ from qcompile.runtime.arguments import (
     params_for,
     token_rows,
 )
+from qcompile.runtime.can_sleep import CanSleep
 from qcompile.runtime.chat import Render, closing_tokens
 from qcompile.runtime.chats import ChatOptions, Conversation, conversations_of, with_messages
 from qcompile.runtime.dialogue import dialogue_format
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from qcompile.runtime.interop.causal_lm import CompiledCausalLM
 
 
-class LLM:
+class LLM(CanSleep):
     """A loaded model. Close it, or use it as a context manager, to end its threads and free its memory.
 
     Threads may share it: their concurrent requests are computed in the same steps.
@@ -338,7 +339,7 @@ class LLM:
             return  # the memory is the parent's, and a lock that one of its threads held is never released
         with self._shared.exclusive():
             self._close()
-            self._keep = None
+            self._keep, self.engine.sleep.memory = None, "it is closed; load it again"
 
     def __enter__(self) -> LLM:
         return self

@@ -90,6 +90,7 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
         opened.executor, manifest, opened.tokenizer, options.max_batch, opened.drafter, opened.artifact, most_cached
     )
     llm.engine.scheduler.adapters = opened.adapters
+    llm.engine.sleep.memory = opened.memory
     if options.generation_config == "auto":
         llm.sampling_defaults = sampling_defaults(Path(path), manifest["files"])
         llm.generation_config = json_object(Path(path), manifest["files"], NAME)

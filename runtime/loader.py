@@ -71,6 +71,8 @@ class LoadedArtifact:
     root: Path
     manifest: Manifest
     weights: Arena
+    places: dict[str, int]
+    """Offset in `weights` (bytes) of each file of weights."""
     pointers: Any
     """ctypes array: the address of each tensor, in the order of manifest["runtime"]["weights"], or of the rank."""
     library: ctypes.CDLL
@@ -126,7 +128,7 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int 
     if missing:
         raise ArtifactError(f"{root}: library {missing[0]} is not in the manifest; build it again")
     libraries = {name: bytearray(files[name]["bytes"]) for name in names}
-    destinations = {n: arena.view[at : at + files[n]["bytes"]] for n, at in places.items()}
+    destinations = _destinations(arena, places, files)
     destinations |= {name: memoryview(content) for name, content in libraries.items()}
     _read_and_check(root, files, destinations)
     addresses = [arena.address + places[entry["file"]] + entry["offset"] for entry in entries]
@@ -139,7 +141,28 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int 
         else None
         for stage in stages
     )
-    return LoadedArtifact(root, manifest, arena, _pointers(addresses), opened[runtime["library"]], tuple(drafts))
+    library = opened[runtime["library"]]
+    return LoadedArtifact(root, manifest, arena, places, _pointers(addresses), library, tuple(drafts))
+
+
+def read_weights(artifact: LoadedArtifact) -> None:
+    """Read the weights again after their memory was released, and verify them.
+
+    Raises ArtifactError if the artifact's files are no longer those that were loaded, ResourceError if memory is short;
+    then the memory is released again.
+    """
+    arena, files, root = artifact.weights, artifact.manifest["files"], artifact.root
+    if arena.size > available_memory():
+        raise ResourceError(f"{root}: weights take {arena.size:,} bytes, {available_memory():,} are available")
+    problems = ["reading was interrupted"]
+    try:
+        destinations = _destinations(arena, artifact.places, files)
+        problems = _read_all(root, {name: files[name] for name in artifact.places}, destinations)
+    finally:
+        if problems:
+            arena.release(0, arena.size)
+    if problems:
+        raise ArtifactError(f"{root} has changed since the model was loaded: {problems[0]}; load it again")
 
 
 def _forget(arena: Arena, starts: list[int], sizes: list[int]) -> None:
@@ -174,14 +197,23 @@ def _place_weights(entries: list[dict[str, Any]], files: dict[str, dict[str, Any
     return places
 
 
+def _destinations(arena: Arena, places: dict[str, int], files: dict[str, dict[str, Any]]) -> dict[str, memoryview]:
+    """Where in the arena each file of weights is read to."""
+    return {name: arena.view[at : at + files[name]["bytes"]] for name, at in places.items()}
+
+
 def _read_and_check(root: Path, files: dict[str, dict[str, Any]], destinations: dict[str, memoryview]) -> None:
-    """Read and hash every file, the largest first, into its buffer in `destinations` if it has one."""
+    """Read and hash every file into its buffer in `destinations` if it has one. Raises ArtifactError."""
+    if problems := _read_all(root, files, destinations):
+        raise damaged(root, problems)
+
+
+def _read_all(root: Path, files: dict[str, dict[str, Any]], destinations: dict[str, memoryview]) -> list[str]:
+    """Read and hash every file, the largest first. Returns the problems, one line each."""
     by_size = sorted(files, key=lambda name: -int(files[name]["bytes"]))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = pool.map(lambda name: file_problem(root, name, files[name], destinations.get(name)), by_size)
-        problems = [problem for problem in results if problem]
-    if problems:
-        raise damaged(root, problems)
+        return [problem for problem in results if problem]
 
 
 def _open_library(content: bytearray, entry: dict[str, Any]) -> ctypes.CDLL:

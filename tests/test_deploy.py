@@ -22,7 +22,7 @@ YAML = sorted(DEPLOY.rglob("*.y*ml"))
 
 def exported() -> set[str]:
     """Names of the samples of /metrics, those of replicas included."""
-    server = Metrics(SimpleNamespace(running=0, waiting=0, kv_pages_used_ratio=0.0), "m")
+    server = Metrics(SimpleNamespace(running=0, waiting=0, kv_pages_used_ratio=0.0, asleep=False), "m")
     server.responded("/health", 200)
     server._samples.labels("m", "stop").inc()
     router = RouterMetrics("m")

@@ -634,6 +634,14 @@ class Serving(Answering):
             "all; repeatable.",
         ),
     ] = None
+    enable_sleep: Annotated[
+        bool,
+        typer.Option(
+            "--enable-sleep",
+            help="Let clients free the memory of weights and cache (POST /sleep) and take it again (/wake_up). "
+            "Needs --api-key.",
+        ),
+    ] = False
     page: Annotated[bool, typer.Option("--page/--no-page", help="Whether / is a page to chat with the model.")] = True
     replicas: Annotated[
         int,

@@ -38,6 +38,7 @@ def serve(
         raise ResourceError(f"serving needs {error.name}: pip install 'qcompile[serve]'") from error
 
     keys = _api_keys(serving)
+    _check_sleep(serving, keys)
     logs.configure(logging.level, logging.form)
     say = logs.tell if logging.form == "json" else lambda text: console.log(f"qcompile: {text}")
     limits = app.ConnectionLimits(*serving.limits)
@@ -69,6 +70,16 @@ def serve(
         options = {"sinks": sinks(name), "limits": limits, **served_options(serving)}
         if app.serve(app.Served(llm, name, template, keys, **options), listening, ready):
             say("ended by SIGTERM")
+
+
+def _check_sleep(serving: Serving, keys: list[str]) -> None:
+    """Raise UsageError if the model may sleep but no key guards that, or several processes would have to."""
+    from qcompile.runtime.server.access import as_bytes, check_sleep
+
+    if serving.enable_sleep:
+        check_sleep(as_bytes(keys))
+        if serving.replicas > 1:
+            raise UsageError(f"--enable-sleep is for one process: leave out --replicas {serving.replicas}")
 
 
 def _api_keys(serving: Serving) -> list[str]:

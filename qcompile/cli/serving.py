@@ -25,6 +25,7 @@ def served_options(serving: Serving) -> dict[str, Any]:
         "page": serving.page,
         "isolate_keys": serving.isolate_keys,
         "drain_seconds": serving.drain_seconds,
+        "enable_sleep": serving.enable_sleep,
     }
 
 

@@ -19,9 +19,9 @@ from qcompile.runtime.server.bodies import most_bytes
 
 _OF_THE_CLUSTER = {
     *("host", "port", "replicas", "request-timeout", "max-connections", "max-connections-per-address"),
-    *("api-key", "tensor-parallel-size", "threads"),
+    *("api-key", "tensor-parallel-size", "threads", "enable-sleep"),
 }
-"""Options of `qcompile serve` that the cluster decides, or that are fields of `ModelSettings`."""
+"""Options of `qcompile serve` that the cluster decides, that are fields of `ModelSettings`, or concern one process."""
 Given = tuple[Serving, ServedLoading]
 
 

@@ -230,6 +230,10 @@ class Executor:
         states: StateMemory | None = None,
     ) -> None:
         self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
+        self.caches: list[Arena] = [kv, *([states.slots] if states else [])]
+        """The memory of caches and states: its own, and that of the paths that draft for it."""
+        if leader is not None:
+            leader.caches += self.caches
         self.ranks: RankProcesses | None = None
         """The processes that run the other parts of a divided model."""
         self._keep: tuple[object, ...] = (pointers, kv)
@@ -448,3 +452,4 @@ class Executor:
         if handle:
             self.library.qc_close(handle)
             self._keep = ()
+            self.caches = []

@@ -127,8 +127,15 @@ class BlockPool:
         pages.clear()
         self._forget_surplus()
 
+    def forget_texts(self) -> None:
+        """Forget the texts of all free pages: what the pages hold is lost."""
+        self._forget_until(0)
+
     def _forget_surplus(self) -> None:
-        while self._remembered > self._remember:
+        self._forget_until(self._remember)
+
+    def _forget_until(self, left: int) -> None:
+        while self._remembered > left:
             self._empty.append(self._evict())
 
     def check(self, *holders: list[int]) -> None:

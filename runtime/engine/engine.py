@@ -24,6 +24,7 @@ from qcompile.runtime.engine.pending import PendingStep
 from qcompile.runtime.engine.postprocess import Postprocessor, Update
 from qcompile.runtime.engine.runner import StepRunner
 from qcompile.runtime.engine.scheduler import Scheduler
+from qcompile.runtime.engine.sleep import Sleep
 from qcompile.runtime.engine.snapshots import Snapshots
 from qcompile.runtime.engine.speculative import Speculation
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics
@@ -73,6 +74,7 @@ class Engine:
         self.runner = StepRunner(executor, self.scheduler, self.postprocessor, self.speculation)
         self.grammars = Grammars(tokenizer, executor.limits.vocab, eos)
         self._lengths: dict[bool, TokenLengths] = {}  # by whether special tokens have no text
+        self.sleep = Sleep(pool)
         self._bans = BanReader(tokenizer, executor.limits.vocab)
         self._next_id = 0
         self._pending: PendingStep | None = None
@@ -98,8 +100,9 @@ class Engine:
 
         embeds: the prompt's embeddings [tokens, width]; the numbers of its tokens then have no meaning. grammar: that
         of the parameters' structured outputs (`grammars`). owner: as in RequestSpec. The prompt has at least one token.
-        The context has room for one token more, unless params.max_tokens is 0.
+        The context has room for one token more, unless params.max_tokens is 0. Raises AsleepError.
         """
+        self.sleep.check_awake()
         assert (grammar is None) == (params.structure is None)
         reports_prompt = params.prompt_logprobs is not None and index == 0
         wanted = self.context if params.max_tokens is None else len(prompt) + params.max_tokens
@@ -172,6 +175,15 @@ class Engine:
         """Whether any request is unfinished."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._unpublished)
 
+    def fall_asleep(self, level: int) -> None:
+        """Give the memory of weights and cache back until `sleep.end`. Raises UsageError while requests are unfinished,
+        or for an unknown level, and UnsupportedError if the model cannot sleep."""
+        self.sleep.check_possible(level)
+        if self.busy:
+            raise UsageError("the model has unfinished requests: let them end before it sleeps")
+        self._finish_pending()
+        self.sleep.begin(level)
+
     def check(self) -> None:
         """Raise RuntimeError if a page or a slot is lost, or its number of holders is wrong."""
         running = [request.sequence for request in self.scheduler.running]
@@ -234,12 +246,14 @@ class Engine:
         self, sequences: Sequence[Sequence[int]], chunk: int, adapter: str | None = None
     ) -> Iterator[tuple[int, int, FloatArray]]:
         """Logits of every position of sequences of equal length: see `sequence_logits`."""
+        self.sleep.check_awake()
         self._check_adapter(adapter)
         self._finish_pending()
         yield from sequence_logits(self.executor, self.scheduler, sequences, chunk, adapter)
 
     def pooled(self, texts: Sequence[Sequence[int]], pooling: Pooling, adapter: str | None = None) -> FloatArray:
         """Pooled hidden states of texts, float32 [texts, width]: see `pooled_states`. UsageError: no such adapter."""
+        self.sleep.check_awake()
         self._check_adapter(adapter)
         self._finish_pending()
         return pooled_states(self.executor, self.scheduler, texts, pooling, adapter)

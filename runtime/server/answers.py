@@ -214,9 +214,15 @@ class VersionAnswer(AnswerPart):
 
 
 class HealthAnswer(AnswerPart):
-    """The engine runs."""
+    """The engine runs, or sleeps."""
 
-    status: Literal["ok"]
+    status: Literal["ok", "asleep"]
+
+
+class SleepAnswer(AnswerPart):
+    """Whether the model sleeps."""
+
+    is_sleeping: bool
 
 
 Json = dict[str, JsonValue]

@@ -31,7 +31,7 @@ from qcompile.runtime.infill import infill_tokens
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server import answers, api
-from qcompile.runtime.server.access import admits, as_bytes, key_of
+from qcompile.runtime.server.access import admits, as_bytes, check_sleep, key_of
 from qcompile.runtime.server.asking import Asker, owner
 from qcompile.runtime.server.bodies import Bounded, most_bytes
 from qcompile.runtime.server.chat_api import ChatRequest
@@ -48,6 +48,7 @@ from qcompile.runtime.server.responses.routes import ResponsesRoutes
 from qcompile.runtime.server.schema import add_schema, answered
 from qcompile.runtime.server.service import Service
 from qcompile.runtime.server.signals import SignalledServer
+from qcompile.runtime.server.sleeping import SleepRoutes
 from qcompile.runtime.server.structured import structure_field
 from qcompile.runtime.server.tokenization import DetokenizeRequest, TokenizeRequest
 
@@ -75,7 +76,8 @@ class Served:
     this machine's pages always may. tool_parser, reasoning_parser: formats of replies by name; None for those that the
     template shows. sinks: what takes the records of all requests. limits: those of connections. page: whether `/` is a
     page to chat with the model. isolate_keys: whether only requests with the same key share cached prefixes.
-    drain_seconds: how long open responses may continue after the signal to end.
+    drain_seconds: how long open responses may continue after the signal to end. enable_sleep: whether clients with a
+    key may let the model sleep, and wake it.
     """
 
     llm: LLM
@@ -91,6 +93,7 @@ class Served:
     page: bool = False
     isolate_keys: bool = False
     drain_seconds: float = DRAIN_SECONDS
+    enable_sleep: bool = False
 
     @property
     def keys(self) -> list[bytes]:
@@ -100,6 +103,9 @@ class Served:
     def __post_init__(self) -> None:
         if self.name in self.llm.engine.adapters:
             raise UsageError(f"adapter {self.name} has the model's name: give one of them another (--name, --lora)")
+        if self.enable_sleep:
+            check_sleep(self.keys)
+            self.llm.engine.sleep.check_possible(1)
 
     def dialogues(self) -> DialogueFormat | None:
         """How conversations are written and read; None without a template. Raises UsageError for unknown parsers."""
@@ -235,6 +241,8 @@ def create_app(served: Served, service: Service) -> FastAPI:
     ResponsesRoutes(handlers.asker).add_to(guarded)
     MessagesRoutes(handlers.asker).add_to(guarded)
     EmbeddingsRoute(handlers.asker, service, served.llm.engine).add_to(guarded)
+    if served.enable_sleep:
+        SleepRoutes(service).add_to(guarded)
     if served.page:
         llm = served.llm
         facts = page_facts(served.name, llm.context, served.template is not None, llm.sampling_defaults)
@@ -295,9 +303,9 @@ class _Handlers:
             owner.set(hashlib.sha256(sent).hexdigest())
 
     async def health(self) -> JSONResponse:
-        """Status 200 while the engine runs."""
+        """Status 200 while the engine runs or sleeps."""
         self._service.check()
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "asleep" if self._service.asleep else "ok"})
 
     async def show_metrics(self) -> PlainTextResponse:
         """The metrics in Prometheus' format."""

@@ -16,7 +16,7 @@ _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 
 
 class Occupancy(Protocol):
-    """How busy a server is: running and waiting samples, and the share of the KV cache's pages in use."""
+    """How busy a server is: running and waiting samples, the share of the KV cache's pages in use, and its sleep."""
 
     @property
     def running(self) -> int: ...
@@ -24,6 +24,8 @@ class Occupancy(Protocol):
     def waiting(self) -> int: ...
     @property
     def kv_pages_used_ratio(self) -> float: ...
+    @property
+    def asleep(self) -> bool: ...
 
 
 class Metrics:
@@ -107,6 +109,7 @@ class _Gauges:
         yield self._gauge("qcompile_running_samples", "Being computed.", now.running)
         yield self._gauge("qcompile_waiting_samples", "Not yet.", now.waiting)
         yield self._gauge("qcompile_kv_pages_used_ratio", "Of the KV cache's pages.", now.kv_pages_used_ratio)
+        yield self._gauge("qcompile_asleep", "Whether the model sleeps.", now.asleep)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=["model_name"])

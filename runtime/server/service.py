@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from qcompile.errors import BusyError, QCompileError, ResourceError, UsageError
+from qcompile.errors import AsleepError, BusyError, QCompileError, ResourceError, UsageError
 from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
@@ -80,6 +80,8 @@ class Service:
         self._jobs: dict[Job, int] = {}  # unfinished jobs, with their numbers of samples
         self._calls: dict[_EngineCall, None] = {}  # unfinished
         self._commands: SimpleQueue[tuple[Callable[[Any], None], Job | _EngineCall] | None] = SimpleQueue()
+        self._at_rest: list[_EngineCall] = []  # calls that wait until no request is unfinished
+        self._falling_asleep = 0  # calls of `sleep` that wait
         self._owner: dict[int, tuple[Job, PromptSamples]] = {}  # by request id
         # Prompts with tokens that are not published yet, and whether a sample ended with them.
         self._grown: dict[tuple[Job, PromptSamples], bool] = {}
@@ -121,8 +123,10 @@ class Service:
         over the answer, on an event loop.
 
         The answer yields outputs when they finish, or with `partial` whenever they grow. Raises BusyError if the queue
-        is full, UsageError for more samples than the queue can hold, ResourceError when the engine has ended.
+        is full, UsageError for more samples than the queue can hold, AsleepError from the moment at which `sleep` was
+        called, ResourceError when the engine has ended.
         """
+        self._check_awake()
         count = len(prompts) * params.generated.n
         self.admit(count, params)
         if (held := sum(self._jobs.values())) + count > self.most:
@@ -138,13 +142,40 @@ class Service:
         Raises the errors of qcompile that it does, BusyError if too many calls wait, ResourceError when the engine has
         ended.
         """
+        return await self._call(work, _EngineCall.run)
+
+    async def sleep(self, level: int) -> None:
+        """Refuse new requests, let those that were submitted end, then let the model sleep, as `LLM.sleep` does."""
+        self.llm.engine.sleep.check_possible(level)
+        self._falling_asleep += 1
+        try:
+            await self._call(lambda: self.llm.engine.fall_asleep(level), self._at_rest.append)
+        finally:
+            self._falling_asleep -= 1
+
+    async def wake_up(self) -> None:
+        """Wake the model, as `LLM.wake_up` does; if it is to fall asleep first, after that."""
+        await self._call(self.llm.engine.sleep.end, self._at_rest.append)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the model sleeps."""
+        return self.llm.engine.sleep.asleep
+
+    def _check_awake(self) -> None:
+        self.llm.engine.sleep.check_awake()
+        if self._falling_asleep:
+            raise AsleepError("is falling asleep")
+
+    async def _call(self, work: Callable[[], Result], take: Callable[[_EngineCall], None]) -> Result:
+        """Have the engine's thread `take` a call of `work`, and return the result."""
         self.check()
         if len(self._calls) >= self.most:
             raise BusyError(f"{len(self._calls)} requests wait already, of at most {self.most}: try again later")
         call = _EngineCall(work, asyncio.get_running_loop())
         self._calls[call] = None
         try:
-            self._commands.put((_EngineCall.run, call))
+            self._commands.put((take, call))
             if self.ended:  # perhaps before it saw this call
                 call.fail()
             result: Result = await call.future
@@ -191,13 +222,22 @@ class Service:
 
     def _run_commands(self) -> bool:
         """Run the commands of callers, waiting for one while the engine is idle. False when the thread is to end."""
-        while not self.llm.engine.busy or not self._commands.empty():
+        while True:
+            if not self.llm.engine.busy:
+                self._run_at_rest()
+            elif self._commands.empty():
+                return True
             command = self._commands.get()
             if command is None:
                 return False
             act, job = command
             act(job)
-        return True
+
+    def _run_at_rest(self) -> None:
+        """Run the calls that waited until no request is unfinished."""
+        calls, self._at_rest[:] = self._at_rest[:], []
+        for call in calls:
+            call.run()
 
     def _start(self, job: Job) -> None:
         engine, params = self.llm.engine, job.params.generated

@@ -82,6 +82,8 @@ def test_texts_depend_neither_on_neighbours_nor_on_the_run(artifact: Path) -> No
         with qcompile.load(artifact, threads=2, tensor_parallel_size=2) as llm:
             executor: Any = llm.executor
             pids = executor.ranks.pids
+            with pytest.raises(UnsupportedError, match="cannot sleep: 2 processes compute it together"):
+                llm.sleep()
             for each in params:
                 together = [output.outputs[0].token_ids for output in llm.generate(prompts, each)]
                 assert together == [llm.generate([prompt], each)[0].outputs[0].token_ids for prompt in prompts]
