@@ -585,7 +585,7 @@ MUTATIONS = (
     ),
     Mutation(
         "other models that draft are not calibrated",
-        "qcompile/drafts.py",
+        "qcompile/drafts/paths.py",
         "self.calibration(options.calib, target.calibration), kept=options.kept)",
         "None, kept=options.kept)",
         "tests/runtime/speculation/test_speculation.py -k calibrated",

@@ -29,7 +29,7 @@ from qcompile import SamplingParams
 from qcompile.artifact.reader import read_manifest
 from qcompile.cli import console
 from qcompile.cli.tune import tune
-from qcompile.drafts import LOOKUP
+from qcompile.drafts.paths import LOOKUP
 from qcompile.recipes import get_recipe
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import AUTO

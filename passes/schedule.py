@@ -11,12 +11,11 @@ from qcompile.errors import UsageError, shown
 from qcompile.formats.kv import kv_format
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass
-from qcompile.passes.cache import Cache, behind_cache
+from qcompile.passes.cache import Cache
 from qcompile.passes.calibration.calibrate import Calibrate
 from qcompile.passes.calibration.salience import Salience
 from qcompile.passes.center_keys import CenterKeys
 from qcompile.passes.extra import ExtraPass, check_names, check_stages, extra_pass, placed
-from qcompile.passes.features import ReturnFeatures
 from qcompile.passes.fold_norms import FoldNorms
 from qcompile.passes.fuse import Fuse
 from qcompile.passes.latent import Latent
@@ -151,9 +150,8 @@ def separate_draft_passes(target: str) -> tuple[Pass, ...]:
 
 
 def draft_head_passes(target: str) -> tuple[Pass, ...]:
-    """The passes of a draft head for a target: those of its own recipe; its steps also return its features."""
-    passes = _configured(recipes.get_recipe(recipes.HEAD_RECIPE).settings(), {}, target)
-    return behind_cache(passes, ReturnFeatures())
+    """The passes of a draft head for a target: those of its own recipe."""
+    return _configured(recipes.get_recipe(recipes.HEAD_RECIPE).settings(), {}, target)
 
 
 def _configured(

@@ -1,6 +1,6 @@
 """The compiler as a list of stages: model -> graph -> passes -> program -> kernels -> artifact.
 
-`build` runs all stages, `plan` those before code generation. Only this module and drafts.py know both passes and code
+`build` runs all stages, `plan` those before code generation. Only this module and drafts/ know both passes and code
 generation.
 """
 
@@ -38,7 +38,7 @@ from qcompile.codegen.packing import PackedWeight, WeightTable, stream
 from qcompile.codegen.program import Program
 from qcompile.codegen.rank_programs import rank_programs
 from qcompile.codegen.tables import table_facts
-from qcompile.drafts import LOOKUP, DraftPasses, DraftPath, Drafts, draft_paths, draft_stages
+from qcompile.drafts.paths import LOOKUP, DraftPasses, DraftPath, Drafts, draft_paths, draft_stages
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassRecord
 from qcompile.passes.calibration import outliers, perplexity
@@ -152,7 +152,7 @@ def build(  # parameters: the public interface, one keyword for each option
     kept = Path(out).absolute().parent / f".{Path(out).name}.calibration"
     schedule = scheduled(resolve(recipe, options, head_dtype), target, passes)
     importing = ImportOptions(source, text, addends(lora), kept, check_passes)
-    drafting = _drafts(drafts, schedule)
+    drafting = _drafts(model, drafts, schedule)
     backend = backend_of(machine)
     compiler = backend.compiler()  # raises if there is none, before any work
     sizes = backend.most_rows, backend.most_outputs
@@ -175,11 +175,11 @@ def build(  # parameters: the public interface, one keyword for each option
     return _build_report(path, planned, clock)
 
 
-def _drafts(drafts: str | Path | Sequence[Any], schedule: Schedule) -> Drafts:
-    """The drafts of a build: those of the recipe, and those given."""
+def _drafts(model: Any, drafts: str | Path | Sequence[Any], schedule: Schedule) -> Drafts:
+    """The drafts of a build of `model`: those of the recipe, and those given."""
     target = schedule.target
     passes = DraftPasses(targets.get_target(target), separate_draft_passes(target), draft_head_passes(target))
-    return Drafts.of(drafts, [*schedule.recipe_drafts()], passes)
+    return Drafts.of(drafts, [*schedule.recipe_drafts()], passes, model)
 
 
 def _build_report(path: Path, planned: CompilationPlan, clock: Clock) -> BuildReport:
@@ -205,7 +205,7 @@ def plan(  # parameters: the arguments of `build` that decide what is compiled
     frontend.check_arguments(plan, source)
     machine = targets.get_target(target)
     schedule = scheduled(resolve(recipe, options, head_dtype), target, passes)
-    drafting = _drafts(drafts, schedule)
+    drafting = _drafts(model, drafts, schedule)
     planned = _plan(model, schedule, drafting, ImportOptions(source), Clock(silent))
     backend_of(machine).check(planned.programs, machine)
     return planned
@@ -289,7 +289,7 @@ def _command(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOpti
         settings, fields = {"recipe": f"OUT/{RECIPE_FILE}", "target": schedule.target}, {}
     lookup = [LOOKUP] if drafts.lookup else []
     lora = [f"{addend.adapter.name}={addend.weight:g}" for addend in options.lora]
-    heads = [drafts.head.file.path] if drafts.head else []
+    heads = [drafts.head.source.argument] if drafts.head else []
     return command(model, settings, fields, [*heads, *drafts.models, *lookup], lora, options.calib)
 
 

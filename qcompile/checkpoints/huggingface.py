@@ -58,18 +58,19 @@ def load(
     allow_remote: bool = False,
     weights: bool = True,
     layers: int | None = None,
+    stored: Checkpoint | None = None,
 ) -> Graph:
     """The checkpoint `model` as a Graph at stage `import`; only headers of its weight files are read.
 
     Without `weights` no weight file is read: a configuration is enough, and loading a weight is an error. `layers` is
-    the depth to truncate the model to.
+    the depth to truncate the model to. `stored` are its tensors, if they are not to be the files' own.
     """
     directory = find(model, allow_remote)
     config = read_config(directory, allow_remote)
     if layers is not None:
         config = cut(config, layers)
     config.__dict__.pop("quantization_config", None)  # stored weights are read as floats
-    checkpoint = formats.open_checkpoint(directory) if weights else None
+    checkpoint = (stored or formats.open_checkpoint(directory)) if weights else None
     try:
         traced = _trace(config, checkpoint, allow_remote)
     except OwnAttention:

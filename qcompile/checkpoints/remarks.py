@@ -9,6 +9,7 @@ from typing import Any
 
 from qcompile.checkpoints.checkpoint import INDEX, SINGLE, Checkpoint
 from qcompile.errors import shown
+from qcompile.heads.mtp_files import module_tensors
 
 _FLOATS = ("F32", "F16", "BF16")
 
@@ -22,10 +23,14 @@ def of_tokens(stated: Mapping[str, Collection[int]], size: int) -> Iterator[str]
 
 
 def of_tensors(checkpoint: Checkpoint, unused: Collection[str]) -> Iterator[str]:
-    """A remark on the stored tensors `unused`, which are no weights of the model."""
-    if unused:
-        size = sum(checkpoint.entries[name].bytes for name in unused)
-        count, first = len(unused), shown(next(iter(unused)))
+    """Remarks on the stored tensors `unused`, which are no weights of the model: modules that draft, and others."""
+    modules = module_tensors(checkpoint) & set(unused)
+    if modules:
+        size = sum(checkpoint.entries[name].bytes for name in modules)
+        yield f"a module for multi-token prediction ({size:,} bytes) is left out: `--draft mtp` drafts with it"
+    if others := [name for name in unused if name not in modules]:
+        size = sum(checkpoint.entries[name].bytes for name in others)
+        count, first = len(others), shown(others[0])
         yield f"{count:,} stored tensors ({size:,} bytes) belong to no weight of the model: {first} for example"
 
 

@@ -86,8 +86,8 @@ def build(  # parameters: the groups of its options
 
 
 def _fetched(draft: str | Path, access: Hub, progress: console.Progress) -> str | Path:
-    """The directory of a draft model, which is fetched if it is on the hub; `lookup` is none."""
-    return draft if draft == refusals.LOOKUP else hub.find(draft, token=access.token, progress=progress)
+    """The directory of a draft model, which is fetched if it is on the hub; `lookup` and `mtp` are none."""
+    return draft if draft in refusals.NO_MODELS else hub.find(draft, token=access.token, progress=progress)
 
 
 def _calibration_text(given: Path | None, recipe: Resolved, model: Path) -> Path | None:

@@ -230,7 +230,7 @@ class DraftedCompilation(Compilation):
         typer.Option(
             "--draft",
             metavar="MODEL",
-            help="Draft model or head, or `lookup`; repeatable: each drafts for the one before.",
+            help="Draft model or head, `mtp` (the checkpoint's own module) or `lookup`; repeatable.",
         ),
     ] = None
     lora: Annotated[

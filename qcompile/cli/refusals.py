@@ -16,8 +16,8 @@ from qcompile.cli.pass_fields import pass_fields
 from qcompile.errors import UsageError, suggestion
 from qcompile.recipe_files.resolved import Resolved, resolve
 
-LOOKUP = "lookup"
-"""The draft that is no model (qcompile/drafts.py)."""
+NO_MODELS = ("lookup", "mtp")
+"""The drafts that have no folder: a lookup, and the module of the checkpoint (qcompile/drafts)."""
 
 
 def check_formats(
@@ -41,7 +41,7 @@ def check_formats(
 
 def check_models(model: str, drafts: Sequence[str] = ()) -> None:
     """Refuse what is neither a checkpoint directory nor may be a name on the model hub."""
-    for name in (model, *(draft for draft in drafts if draft != LOOKUP)):
+    for name in (model, *(draft for draft in drafts if draft not in NO_MODELS)):
         hub.check(name)
         if (Path(name) / MANIFEST).is_file():
             raise UsageError(f"{name} is an artifact, built already: give the folder of a model")

@@ -11,7 +11,7 @@ import pytest
 
 from qcompile.cli.options import Building, DraftedLoading, changed
 from qcompile.cli.pass_fields import pass_fields
-from qcompile.passes.features import FuseFeatures, ReturnFeatures
+from qcompile.passes.features import FuseFeatures, ReturnFeatures, ReturnFinalState
 from qcompile.passes.schedule import PASSES
 from tests.cli.test_app import code_of, refusal
 
@@ -75,7 +75,7 @@ def test_a_wrong_value_of_a_variable_names_it(
 def test_fields_of_passes_are_those_of_their_classes() -> None:
     """Those of draft heads have no place in PASSES, and no defaults, but --explain knows them."""
     wanted = {kind.name: {one.name: one.default for one in fields(kind)} for kind in PASSES}
-    assert pass_fields() == wanted | {kind.name: {} for kind in (FuseFeatures, ReturnFeatures)}
+    assert pass_fields() == wanted | {kind.name: {} for kind in (FuseFeatures, ReturnFeatures, ReturnFinalState)}
 
 
 def test_help_names_the_recipes_and_targets(capsys: Capture) -> None:

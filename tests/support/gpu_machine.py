@@ -24,7 +24,7 @@ from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.operands import CountRef, NumberRef, grid_size
 from qcompile.codegen.gpu.plan import make_plan
-from qcompile.drafts import DraftPath
+from qcompile.drafts.paths import DraftPath
 from qcompile.passes.lora import described
 from qcompile.runtime.cuda import counts, inputs, launching, load
 from qcompile.runtime.cuda.adapters import DeviceAdapters

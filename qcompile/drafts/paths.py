@@ -23,15 +23,14 @@ from qcompile.clock import Clock
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.program import Program
+from qcompile.drafts.heads import MTP, EagleSource, HeadSource, ModuleSource
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.formats.kv import kv_format
 from qcompile.graph import Graph, ModelInfo
-from qcompile.heads.graph import head_graph
 from qcompile.heads.layout import is_head
 from qcompile.heads.reading import HeadFile
 from qcompile.passes.base import Pass, PassRecord, run_passes
 from qcompile.passes.cache import behind_cache
-from qcompile.passes.features import FuseFeatures
 from qcompile.passes.rewrite import ImportOptions, Rewritten, rewrite
 from qcompile.recipes import RecipeDraft
 from qcompile.report.figures import DraftFigures
@@ -150,8 +149,8 @@ class Drafts:
     head: HeadDraft | None = None
 
     @staticmethod
-    def of(drafts: str | Path | Sequence[Any], recipe: RecipeDrafts, passes: DraftPasses) -> Drafts:
-        """The drafts in the form that `build` takes, after those of the recipe.
+    def of(drafts: str | Path | Sequence[Any], recipe: RecipeDrafts, passes: DraftPasses, model: Any) -> Drafts:
+        """The drafts of `model` in the form that `build` takes, after those of the recipe.
 
         Raises UsageError if lookup is not the last, UnsupportedError for a draft head that cannot draft.
         """
@@ -159,11 +158,13 @@ class Drafts:
         if LOOKUP in listed[:-1]:
             raise UsageError(f"{LOOKUP} must be the last draft: it can only draft for others")
         models = tuple(draft for draft in listed if draft != LOOKUP)
-        heads = [Path(draft) for draft in models if isinstance(draft, str | Path) and is_head(Path(draft))]
+        named = [draft for draft in models if isinstance(draft, str | Path)]
+        heads = [draft for draft in named if draft == MTP or is_head(Path(draft))]
         if heads:
-            lookup = LOOKUP in listed
+            lookup, own = LOOKUP in listed, heads[0] == MTP
             check_company(heads[0], passes.target, bool(recipe) or len(models) > 1, lookup)
-            return Drafts(recipe, (), passes.separate, lookup, HeadDraft(HeadFile.open(heads[0]), passes.head))
+            source: HeadSource = ModuleSource.of(model) if own else EagleSource(HeadFile.open(Path(heads[0])))
+            return Drafts(recipe, (), passes.separate, lookup, HeadDraft(source, passes.head, passes.target))
         return Drafts(recipe, models, passes.separate, LOOKUP in listed)
 
     @property
@@ -173,7 +174,7 @@ class Drafts:
 
     def of_target(self, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
         """`passes` of the target model, and that by which it returns what a draft head reads."""
-        return passes if self.head is None else behind_cache(passes, FuseFeatures(self.head.file, self.head.origin))
+        return passes if self.head is None else behind_cache(passes, self.head.target_pass)
 
 
 @dataclass(frozen=True)
@@ -226,43 +227,47 @@ class SeparateDraft:
 
 @dataclass(frozen=True)
 class HeadDraft:
-    """A draft head that `passes` compile."""
+    """A draft head that `passes` compile for a target machine."""
 
-    file: HeadFile
+    source: HeadSource
     passes: tuple[Pass, ...]
+    machine: Target
     name: ClassVar[str] = "draft1"
     origin: ClassVar[str] = "draft1."
 
+    @property
+    def target_pass(self) -> Pass:
+        """The pass by which a step of the target returns what the head reads."""
+        return self.source.target_pass(self.origin)
+
     def check(self, graph: Graph, records: Sequence[PassRecord]) -> None:
         """Raise UnsupportedError if the head cannot draft for the target with this step `graph`."""
-        changed = [record.name for record in records if record.name in _CHANGE_STREAM and record.fired]
+        named = f"draft {self.source.argument}"
+        changed = [record.name for record in records if record.name in self.source.changing and record.fired]
         if changed:
             raise UnsupportedError(
-                f"draft {self.file.path} reads hidden states as the model has them, which {changed[0]} changes: take a "
+                f"{named} reads hidden states as the model has them, which {changed[0]} changes: take a "
                 "recipe without it, such as w4a8"
             )
-        if graph.calls("conv_step", "recurrence_step"):
-            raise UnsupportedError(f"draft {self.file.path}: heads do not draft for models with recurrent states yet")
+        if self.machine.kind != "cpu" and graph.calls("conv_step", "recurrence_step"):
+            raise UnsupportedError(f"{named}: on {self.machine.name} no heads draft for recurrent states yet")
         formats = {kv_format(ops.operand(node, "format")).hierarchical for node in graph.calls("rope_append")}
         if True in formats:
-            raise UnsupportedError(f"draft {self.file.path}: heads do not draft over hierarchical caches yet")
+            raise UnsupportedError(f"{named}: heads do not draft over hierarchical caches yet")
 
     def path(self, graphs: list[Graph], records: Sequence[PassRecord], table: WeightTable, clock: Clock) -> DraftPath:
         """The head as a path, for the target with these `graphs` after each pass, the first of them raised."""
         self.check(graphs[-1], records)
         raised = next(graph for graph in graphs if graph.stage == "raise")
-        tokens = self.file.tokens(raised.info.vocab_size)
-        own, done = run_passes(head_graph(self.file, raised, self.origin), self.passes[1:], clock)
+        tokens = self.source.tokens(raised.info.vocab_size)
+        raising, *passes = behind_cache(self.passes, self.source.own_pass())
+        own, done = run_passes(self.source.graph(raised, self.origin, raising, clock), tuple(passes), clock)
         program = lower(own[-1], table)
         packed = None if tokens is None else tokens.numpy().tobytes()
         return DraftPath(self.name, program, own, done, False, *SEPARATE_DRAFT, tokens=packed)
 
 
-_CHANGE_STREAM = ("reorder",)
-"""Passes that change the residual stream in a way that the target's products for a head do not follow."""
-
-
-def check_company(head: Path, target: Target, others: bool, lookup: bool) -> None:
+def check_company(head: str | Path, target: Target, others: bool, lookup: bool) -> None:
     """Raise UnsupportedError if `head` cannot draft among `others`, or not before a lookup on `target`."""
     if lookup and target.kind != "cpu":
         raise UnsupportedError(f"draft {head} is a draft head: no drafts follow a head on {target.name} yet")

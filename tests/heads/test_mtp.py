@@ -1,0 +1,125 @@
+"""Modules for multi-token prediction: what they compute, what they draft, and which checkpoints are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import qcompile
+from qcompile import SamplingParams
+from qcompile.clock import Clock, silent
+from qcompile.drafts.heads import ModuleSource
+from qcompile.errors import QCompileError, UnsupportedError, UsageError
+from qcompile.graph import Graph
+from qcompile.heads.layout import WEIGHTS
+from qcompile.passes.raising import Raise
+from qcompile.pipeline import plan
+from tests.conftest import MadeOnce
+from tests.support.mtp import Reference, save
+
+PROMPTS = [[5, 6, 7, 8, 9], [11] * 40, [3], [9, 8, 7] * 20]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(made_once: MadeOnce) -> Callable[[str], Path]:
+    return lambda kind: made_once(f"mtp-{kind}", lambda path: save(kind, path))
+
+
+def raised(path: Path) -> Graph:
+    """The module in `path` as a raised graph."""
+    return ModuleSource.of(path).graph(Graph.__new__(Graph), "draft1.", Raise(), Clock(silent))
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "qwen", "mimo", pytest.param("glm", marks=pytest.mark.exhaustive)])
+def test_computes_what_the_layer_of_the_model_computes(kind: str, checkpoint: Callable[[str], Path]) -> None:
+    """In float32, as norms of transformers compute: the tolerance is that of some hundred sums in another order."""
+    path = checkpoint(kind)
+    tokens = torch.randint(0, 320, (2, 9), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(9).expand(2, 9).contiguous()
+    with torch.no_grad():
+        reference = Reference(kind, path)
+        hidden = reference.final_states(tokens)
+        wanted = reference.logits(tokens, hidden)
+        given = raised(path).run(tokens, positions, hidden)
+    assert torch.allclose(given, wanted, rtol=2e-4, atol=2e-4)
+    assert not torch.allclose(given, reference.logits(tokens, hidden.flip(-1)), rtol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["qwen", pytest.param("deepseek", marks=pytest.mark.exhaustive)])
+def test_tokens_are_the_models_own(kind: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Over recurrent states and over latents; some first and second drafts are accepted, some rejected."""
+    qcompile.build(str(checkpoint(kind)), tmp_path / "out", recipe="w8a8", drafts="mtp")
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with qcompile.load(tmp_path / "out", threads=1, gamma=0) as plain:
+        wanted = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, params)]
+    for gamma in (1, 3):
+        with qcompile.load(tmp_path / "out", threads=1, gamma=gamma, prefix_caching=False) as llm:
+            outputs = llm.generate(PROMPTS, params)
+            llm.engine.check()
+            assert llm.engine.pool.used == 0
+        assert [output.outputs[0].token_ids for output in outputs] == wanted
+        told = [output.speculation for output in outputs if output.speculation]
+        drafted = [sum(one.drafted[place] for one in told) for place in range(gamma)]
+        accepted = [sum(one.accepted[place] for one in told) for place in range(gamma)]
+        assert 0.2 * drafted[0] < accepted[0] < drafted[0] and all(accepted[:2]), (drafted, accepted)
+
+
+def test_a_checkpoint_without_a_module_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    path = changed(checkpoint("mimo"), tmp_path, lambda name, value: None if "mtp" in name else value)
+    with pytest.raises(UsageError, match="has no module for multi-token prediction"):
+        plan(str(path), drafts="mtp")
+
+
+def test_a_module_that_lacks_a_tensor_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    path = changed(checkpoint("mimo"), tmp_path, lambda name, value: None if "token_layernorm" in name else value)
+    with pytest.raises(UsageError, match=r"tensor model.mtp_layers.0.token_layernorm.weight is missing"):
+        plan(str(path), drafts="mtp")
+
+
+def test_a_layer_like_none_of_the_model_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """One with an inner size of its own."""
+
+    def narrow(name: str, value: Tensor) -> Tensor:
+        return value[:, :32].contiguous() if name.endswith("mtp_layers.0.mlp.down_proj.weight") else value
+
+    path = changed(checkpoint("mimo"), tmp_path, narrow)
+    with pytest.raises(UnsupportedError, match=r"no layer of the model has the tensors of model.mtp_layers.0\."):
+        plan(str(path), drafts="mtp")
+
+
+@pytest.mark.parametrize("own", ["shared_head.head", pytest.param("embed_tokens", marks=pytest.mark.exhaustive)])
+def test_an_output_head_of_its_own_is_refused(own: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    def doubled(name: str, value: Tensor) -> Tensor:
+        return 2 * value if name == f"model.layers.2.{own}.weight" else value
+
+    path = changed(checkpoint("deepseek"), tmp_path, doubled)
+    with pytest.raises(UnsupportedError, match=rf"{own}.weight differs from the weight of (linear|embedding)"):
+        raised(path)
+
+
+def test_a_recipe_that_rotates_is_refused(checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(QCompileError, match="norm before the output head"):
+        plan(str(checkpoint("mimo")), recipe="qserve", drafts="mtp")
+
+
+def test_a_module_is_a_part_of_a_checkpoint() -> None:
+    with pytest.raises(UsageError, match="the model is none"):
+        plan(torch.nn.Linear(1, 1), drafts="mtp")
+
+
+def test_the_build_tells_of_a_module_that_it_leaves_out(checkpoint: Callable[[str], Path]) -> None:
+    remarks = plan(str(checkpoint("mimo"))).graphs[0].info.remarks
+    assert any("--draft mtp" in remark for remark in remarks) and not any("belong to no" in r for r in remarks)
+
+
+def changed(path: Path, folder: Path, change: Callable[[str, Tensor], Tensor | None]) -> Path:
+    """A copy of the checkpoint with its tensors changed; without those for which `change` gives None."""
+    (folder / "config.json").write_text((path / "config.json").read_text())
+    tensors = {name: change(name, value) for name, value in load_file(path / WEIGHTS).items()}
+    save_file({name: value for name, value in tensors.items() if value is not None}, folder / WEIGHTS)
+    return folder
