@@ -46,7 +46,7 @@ NESTED = {"assign_precision.weight": "nested_8_4", "assign_precision.activation"
 
 ROWS = [
     Row("float32", "f32", 5.2958, {}, tolerance=0.0005),
-    Row("W8A8", "w8a8", 5.3028, {"cache.format": "kv32"}),
+    Row("W8A8", "w8a8", 5.3028, {"cache.format": "kv32", "assign_precision.activation": "int8"}),
     Row("W4 g128 A16", "w4a16", 5.5306, {"cache.format": "kv32"}),
     Row("W4 g128 A8", "w4a8", 5.5381, {"cache.format": "kv32"}),
     Row("W4 channel A8", "qserve-channel", 5.6708, {"cache.format": "kv32", **PLAIN}),

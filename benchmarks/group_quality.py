@@ -1,15 +1,17 @@
 """Perplexity and bytes of weights of integers by the size of their groups, on CPUs.
 
-    python benchmarks/group_quality.py heldout.jsonl [--windows 20] [--out FILE]
+    python benchmarks/group_quality.py heldout.jsonl [--windows 20] [--only '^w8a8$'] [--out FILE]
 
-All are rounded to nearest, with a float32 output head and a float32 KV cache, so that only the weights of the linears
-differ. Bits are those of the linears' weights with their scales and zero points.
+Weights are rounded to nearest, with a float32 output head and a float32 KV cache, so that only the linears differ. Bits
+are those of the linears' weights with their scales and zero points. Rows without a weight format are recipes as they
+are, with their own head and cache. Rows of FILE that are not measured now stay in it; each has its commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -17,43 +19,60 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, machine, write_result
 from qcompile.formats.registry import weight_format
+from qcompile.recipes import get_recipe
 
 MODEL = Path(__file__).parents[1] / "samples" / "pycode-26m"
-ROWS = {
-    "f32": ("f32",),
-    "w8a8": ("w8_sym_channel", "w8_sym_g128", "w8_sym_g64", "w8_sym_g32"),
-    "w4a16": ("w4_asym_g128", "w4_asym_g64", "w4_asym_g32"),
-}
-"""Formats of weights by recipe. Only the first recipe's activations are float32."""
+Names = tuple[str, str, str]
+"""Recipe, weights and activations; without the last two the recipe as it is."""
+BYTES = ("w8_sym_channel", "w8_sym_g128", "w8_sym_g64", "w8_sym_g32")
+ROWS: tuple[Names, ...] = (
+    ("f32", "f32", "f32"),
+    *(("w8a8", weight, "int8") for weight in BYTES),
+    *(("w8a8", weight, "int8_g128") for weight in (BYTES[0], BYTES[-1])),
+    *(("w4a16", f"w4_asym_g{group}", "bf16") for group in (128, 64, 32)),
+    *((recipe, "", "") for recipe in ("bf16", "w8a8", "w8a8-g32")),
+)
 ROWS_COUNTED, WIDTH = 64, 512
 """Shape of the weight in which bytes are counted: multiples of all groups and blocks."""
 
 
-def measure(recipe: str, weight: str, data: Path, windows: int) -> dict[str, Any]:
-    """Build an artifact with linears in the format `weight`, and evaluate it."""
-    options = {"assign_precision.weight": weight, "cache.format": "kv32", "calibrate.descent": "0"}
+def measure(recipe: str, weight: str, activation: str, data: Path, windows: int) -> dict[str, Any]:
+    """Build an artifact with linears in the formats `weight` and `activation`, or the recipe's, and evaluate it."""
+    formats = {"assign_precision.weight": weight, "assign_precision.activation": activation}
+    options = {**formats, "cache.format": "kv32", "calibrate.descent": "0"} if weight else {}
     with tempfile.TemporaryDirectory() as folder:
-        qcompile.build(MODEL, Path(folder) / "out", recipe=recipe, options=options, head_dtype="f32")
+        qcompile.build(
+            MODEL, Path(folder) / "out", recipe=recipe, options=options, head_dtype="f32" if weight else None
+        )
         with qcompile.load(Path(folder) / "out") as llm:
             result = llm.perplexity(data, max_windows=windows)
-    bits = 8 * sum(weight_format(weight).packed_bytes(ROWS_COUNTED, WIDTH).values()) / (ROWS_COUNTED * WIDTH)
-    return {"recipe": recipe, "weight": weight, "bits": bits, "perplexity": result.perplexity}
+    stored = weight or str(get_recipe(recipe).weight)
+    bits = 8 * sum(weight_format(stored).packed_bytes(ROWS_COUNTED, WIDTH).values()) / (ROWS_COUNTED * WIDTH)
+    return {"recipe": recipe, "weight": weight, "activation": activation, "bits": bits, "perplexity": result.perplexity}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--windows", type=int, default=20)
+    parser.add_argument("--only", default="", help="regular expression that `recipe weights activations` must match")
     parser.add_argument("--out", type=Path, default=RESULTS / "group_quality.json")
     arguments = parser.parse_args()
-    rows = []
-    for recipe, weights in ROWS.items():
-        for weight in weights:
-            rows.append(measure(recipe, weight, arguments.data, arguments.windows))
-            print(json.dumps(rows[-1]), flush=True)
-    write_result(arguments.out, {"model": MODEL.name, "windows": arguments.windows, "rows": rows})
+    rows = kept(arguments.out)
+    for row in ROWS:
+        if re.search(arguments.only, " ".join(row).strip()):
+            rows[row] = measure(*row, arguments.data, arguments.windows) | {"on": machine()}
+            print(json.dumps(rows[row]), flush=True)
+    found = [rows[row] for row in ROWS if row in rows]
+    write_result(arguments.out, {"model": MODEL.name, "windows": arguments.windows, "rows": found})
+
+
+def kept(path: Path) -> dict[Names, dict[str, Any]]:
+    """The rows of a result file by recipe, weights and activations."""
+    found = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    return {(row["recipe"], row["weight"], row["activation"]): row for row in found}
 
 
 if __name__ == "__main__":

@@ -99,6 +99,10 @@ class Schedule:
         """The user's options of passes, as texts."""
         return dict(self.recipe.options)
 
+    @property
+    def _settings(self) -> recipes.Settings:
+        return self.recipe.settings(get_target(self.target).kind)
+
     @cached_property
     def added(self) -> tuple[ExtraPass, ...]:
         """The passes of other packages that the recipe names. Raises UsageError."""
@@ -111,7 +115,7 @@ class Schedule:
 
         Raises UsageError for an unknown option, and for an option of `speculate` if the recipe makes no draft.
         """
-        passes = _configured(self.recipe.settings(), self.options, self.target, self.added)
+        passes = _configured(self._settings, self.options, self.target, self.added)
         unused = [option for option in self.options if option.startswith(f"{Speculate.name}.")]
         if unused and not self.recipe.drafts:
             name = self.recipe.name
@@ -126,7 +130,7 @@ class Schedule:
         That graph has gone through passes of other packages that stand before `cache`.
         """
         for draft in self.recipe.drafts:
-            settings = self.recipe.settings() | draft.settings(self.recipe.head)
+            settings = self._settings | draft.settings(self.recipe.head)
             passes = configure(settings, self.options, self.added)
             names = [rewrite.name for rewrite in passes]
             done = {one.kind.name for one in self.added if names.index(one.kind.name) < names.index(Cache.name)}
@@ -146,12 +150,17 @@ def scheduled(recipe: Resolved, target: str, passes: Sequence[Pass | str]) -> Sc
 
 def separate_draft_passes(target: str) -> tuple[Pass, ...]:
     """The passes of a separate draft model for a target: those of its own recipe, whatever the target model's."""
-    return _configured(recipes.get_recipe(recipes.DRAFT_RECIPE).settings(), {}, target)
+    return _configured(_plain_settings(recipes.DRAFT_RECIPE, target), {}, target)
 
 
 def draft_head_passes(target: str) -> tuple[Pass, ...]:
     """The passes of a draft head for a target: those of its own recipe."""
-    return _configured(recipes.get_recipe(recipes.HEAD_RECIPE).settings(), {}, target)
+    return _configured(_plain_settings(recipes.HEAD_RECIPE, target), {}, target)
+
+
+def _plain_settings(recipe: str, target: str) -> recipes.Settings:
+    """The settings of the recipe called `recipe` for a target, as it is."""
+    return recipes.get_recipe(recipe).settings(kind=get_target(target).kind)
 
 
 def _configured(

@@ -49,7 +49,8 @@ class Recipe:
 
     Names are those of formats/registry.py, formats/activations.py and formats/kv.py. `head` is a key of HEADS: int8 per
     channel unless the recipe or the caller chooses another. `calibrated` recipes need calibration text, and `extra`
-    sets fields of other passes. Each of `drafts` drafts for the path before it.
+    sets fields of other passes. Each of `drafts` drafts for the path before it. `cpu_activation` takes the place of
+    `activation` on CPUs, in linears and head, where GPUs have no kernels for it ("": the same on both).
     """
 
     name: str
@@ -61,18 +62,23 @@ class Recipe:
     calibrated: bool = False
     extra: tuple[tuple[str, str, object], ...] = ()
     drafts: tuple[RecipeDraft, ...] = ()
+    cpu_activation: str = ""
 
-    def settings(self, head_dtype: str | None = None) -> Settings:
-        """The settings of this recipe, by pass; `head_dtype` overrides its head (UsageError if unknown)."""
+    def settings(self, head_dtype: str | None = None, kind: str = "cpu") -> Settings:
+        """The settings of this recipe, by pass, for targets of `kind`: cpu or cuda.
+
+        `head_dtype` overrides its head (UsageError if unknown).
+        """
         head = head_dtype or self.head
         if head not in HEADS:
             raise UsageError(f"head dtype {head} is unknown; there are {', '.join(HEADS)}{suggestion(head, HEADS)}")
         head_weight, head_activation = HEADS[head]
+        replaced = {self.activation: self.cpu_activation} if kind == "cpu" and self.cpu_activation else {}
         precision: dict[str, object] = {
             "weight": self.weight,
-            "activation": self.activation,
+            "activation": replaced.get(self.activation, self.activation),
             "head": head_weight,
-            "head_activation": head_activation,
+            "head_activation": replaced.get(head_activation, head_activation),
         }
         settings: Settings = {"assign_precision": precision, "cache": {"format": self.kv}}
         for name, field, value in self.extra:
@@ -117,7 +123,12 @@ RECIPES = {
     for r in (
         Recipe("f32", "float32 throughout, the reference", "f32", "f32", "kv32", "f32"),
         Recipe("bf16", "bfloat16 weights and activations", "bf16", "bf16", "kv16", "bf16"),
-        Recipe("w8a8", "8-bit weights per channel, 8-bit activations", "w8_sym_channel", "int8", "kv16"),
+        Recipe(
+            "w8a8",
+            "8-bit weights per channel, 8-bit activations",
+            *("w8_sym_channel", "int8", "kv16"),
+            cpu_activation="int8_g128",
+        ),
         Recipe(
             "w4a16",
             "4-bit weights in groups of 128, bfloat16 activations",
@@ -132,7 +143,12 @@ RECIPES = {
             extra=(("calibrate", "descent", 4),),
         ),
         Recipe("w4a8-g32", "4-bit weights in groups of 32, 8-bit activations (CPUs)", "w4_asym_g32", "int8", "kv16"),
-        Recipe("w8a8-g32", "8-bit weights in groups of 32, 8-bit activations (CPUs)", "w8_sym_g32", "int8", "kv16"),
+        Recipe(
+            "w8a8-g32",
+            "8-bit weights in groups of 32, 8-bit activations (CPUs)",
+            *("w8_sym_g32", "int8", "kv16"),
+            cpu_activation="int8_g128",
+        ),
         Recipe(
             "qserve",
             "QServe's W4A8KV4 with two-level groups of 128",

@@ -46,6 +46,15 @@ def test_settings_are_the_recipe_and_its_head() -> None:
     assert get_recipe("f32").settings()["assign_precision"]["head"] == "f32"
 
 
+def test_activations_of_a_recipe_may_differ_on_cpus() -> None:
+    on_cpu, on_gpu = (get_recipe("w8a8").settings(kind=kind)["assign_precision"] for kind in ("cpu", "cuda"))
+    assert (on_cpu["activation"], on_cpu["head_activation"]) == ("int8_g128", "int8_g128")
+    assert (on_gpu["activation"], on_gpu["head_activation"]) == ("int8", "int8")
+    assert get_recipe("w8a8").settings("bf16")["assign_precision"]["head_activation"] == "bf16"
+    for recipe in RECIPES.values():
+        assert (recipe.cpu_activation or "int8") in ACTIVATIONS
+
+
 @pytest.mark.parametrize("name", ["", "W4A8", "gptq"])
 def test_unknown_names_list_what_exists(name: str) -> None:
     with pytest.raises(UsageError, match=r"there are f32, bf16.*mxfp4"):

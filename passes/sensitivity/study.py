@@ -142,8 +142,8 @@ def formats_for(given: Sequence[str], recipe: Resolved, target: str) -> list[For
     A text without an activation format means the recipe's, if the weights have kernels for it, else the weights' first
     one. Raises UsageError for unknown formats, pairs without kernels, and formats that mark rows.
     """
-    usual = str(recipe.settings()["assign_precision"]["activation"])
     machine = get_target(target)
+    usual = str(recipe.settings(machine.kind)["assign_precision"]["activation"])
     formats = []
     for weight, _, activation in (text.partition(":") for text in given or COMPARED):
         format = weight_format(weight)
@@ -212,7 +212,7 @@ def recipe_for(study: Study, name: str) -> Resolved:
     """The recipe of the chosen mix: that of the subject, with a rule for each unit that it would round otherwise."""
     assert study.chosen is not None
     recipe, loss = study.subject.recipe, study.chosen.loss
-    usual = recipe.settings()["assign_precision"] | {
+    usual = recipe.settings(get_target(study.subject.target).kind)["assign_precision"] | {
         option.rpartition(".")[2]: text
         for option, text in recipe.options
         if option.rpartition(".")[0] in ("", AssignPrecision.name)

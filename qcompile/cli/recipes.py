@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +16,9 @@ from qcompile.errors import UsageError
 from qcompile.plugins.entries import entries
 from qcompile.recipe_files.resolved import Resolved, resolve
 from qcompile.recipes import RECIPES, embedding_option, parse_options
+
+_LISTED = ("name", "weight", "activation", "kv", "head")
+"""Facts of a recipe that have a column in the list."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +94,31 @@ def _list(json: bool) -> None:
     if json:
         console.print_json(listed)
         return
-    rows = [[str(value) for value in list(facts.values())[:6]] for facts in listed]
+    rows = [[*(_shown(facts, part) for part in _LISTED), facts["description"]] for facts in listed]
     console.show(console.table(["recipe", "weights", "activations", "cache", "head", "about"], rows, words=("about",)))
 
 
+def _shown(facts: dict[str, Any], part: str) -> str:
+    """The value of a column, and for activations also that on CPUs if it differs."""
+    own = facts.get(f"cpu_{part}", facts[part])
+    return str(facts[part]) if own == facts[part] else f"{own} (GPUs: {facts[part]})"
+
+
 def _facts(recipe: Resolved) -> dict[str, Any]:
-    precision, options = recipe.settings()["assign_precision"], dict(recipe.options)
-    formats = {part: options.get(f"assign_precision.{part}", precision[part]) for part in ("weight", "activation")}
+    """A recipe's name, its formats (for activations those on GPUs and on CPUs), and what else the list says."""
+    options = dict(recipe.options)
+    precision = {kind: recipe.settings(kind)["assign_precision"] | _own_formats(options) for kind in ("cpu", "cuda")}
+    formats = {part: precision["cuda"][part] for part in ("weight", "activation")}
+    formats |= {"cpu_activation": precision["cpu"]["activation"]}
     formats |= {"kv": options.get("cache.format", recipe.base.kv), "head": recipe.head}
     more = {"description": recipe.description, "calibrated": recipe.calibrated, "drafts": len(recipe.drafts)}
     return {"name": recipe.name, **formats, **more}
+
+
+def _own_formats(options: Mapping[str, str]) -> dict[str, object]:
+    """The formats that options of a recipe set for all linears."""
+    given = {part: options.get(f"assign_precision.{part}") for part in ("weight", "activation")}
+    return {part: format for part, format in given.items() if format is not None}
 
 
 def _check(recipe: Resolved) -> None:

@@ -160,9 +160,11 @@ def _notes(tensors: Tensors, parameters: Parameters, layout: StoredLayout | None
     if head is not None and head in tensors.rows and (kinds := tensors.formats(head)):
         yield f"{head}: {_names(kinds)} in the artifact, floating-point numbers of the same values in the checkpoint"
     used = {kind for name in tensors.rows for kind in tensors.activations(name)}
-    told = set() if layout is None else {layout.activation}
-    if left := sorted(used - told - {F32.name, BF16.name}):
-        yield f"activations: {', '.join(left)} in the artifact, the choice of the engine that reads the checkpoint"
+    asked = layout.activation if layout else ""
+    if left := sorted(used - {asked, F32.name, BF16.name}):
+        choice = "the choice of the engine that reads the checkpoint"
+        read = f"{asked} in the checkpoint's configuration" if asked else choice
+        yield f"activations: {', '.join(left)} in the artifact, {read}"
 
 
 def _smallest(value: Tensor) -> Tensor:

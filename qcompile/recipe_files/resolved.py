@@ -76,10 +76,10 @@ class Resolved:
         """Whether the base's name, options and the head say all of it, as the command line can give it."""
         return not self.rules and not self.passes and self.name == self.base.name
 
-    def settings(self) -> Settings:
-        """The settings of passes, without `options`, which override them."""
+    def settings(self, kind: str = "cpu") -> Settings:
+        """The settings of passes for targets of `kind` (cpu or cuda), without `options`, which override them."""
         rules: Settings = {"rules": {"rules": self.rules}} if self.rules else {}
-        return self.base.settings(self.head_dtype) | rules
+        return self.base.settings(self.head_dtype, kind) | rules
 
     def changed(
         self, options: Mapping[str, object], head_dtype: str | None = None, passes: Sequence[str] = ()

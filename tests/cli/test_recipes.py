@@ -22,7 +22,9 @@ def mine(tmp_path: Path) -> Path:
 
 def test_all_recipes_are_listed(capsys: Capture) -> None:
     assert code_of("recipes") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["recipe", *RECIPES]
+    table = capsys.readouterr().out
+    assert [line.split()[0] for line in table.splitlines()] == ["recipe", *RECIPES]
+    assert "int8_g128 (GPUs: int8)" in table
     assert code_of("recipes", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in listed] == list(RECIPES) and listed[0]["kv"] == "kv32"
@@ -52,7 +54,7 @@ def test_what_a_recipe_chooses_for_a_model(mine: Path, tiny_checkpoint: Path, ca
     assert linears[-1]["roles"] == ["head"] and len({row["layer"] for row in linears}) > 1
     assert code_of("recipes", "w8a8", tiny_checkpoint) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["0", "down", "model.layers.0.mlp.down_proj.weight", "w8_sym_channel", "x", "int8"] in lines
+    assert ["0", "down", "model.layers.0.mlp.down_proj.weight", "w8_sym_channel", "x", "int8_g128"] in lines
 
 
 @pytest.mark.parametrize(

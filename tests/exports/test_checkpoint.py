@@ -144,6 +144,8 @@ def test_a_checkpoint_holds_the_weights_of_the_artifact(
     artifact, out = built(recipe), tmp_path / "out"
     written = checkpoint.write(artifact, out, format)
     assert (written.rounded, written.floats) == (14, 7)
+    if recipe == "w8a8":
+        assert "activations: int8_g128 in the artifact, int8 in the checkpoint's configuration" in written.notes
     assert check.max_relative_error(by_transformers(out), logits(artifact)) < ALIKE
     result, tensors = read_back(out), tensors_of(artifact)
     for name in tensors.rows:

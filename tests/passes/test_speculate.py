@@ -36,7 +36,7 @@ def graphs(recipe: str, source: Graph, draft: Speculate | None = None) -> list[G
     [
         ("w4a16", Speculate(True, activation="int8"), "w4a8"),
         ("bf16", Speculate(True, "mxfp4", "int8_g128", "w8_sym_channel", "int8"), "mxfp4"),
-        ("w8a8", Speculate(True, "w4_asym_g128"), "w4a8"),
+        ("quantspec-w8", Speculate(True, "w4_asym_g128"), "w4a8"),
     ],
 )
 def test_a_draft_computes_what_its_formats_alone_would(target: str, draft: Speculate, alone: str) -> None:
@@ -55,7 +55,7 @@ def test_a_draft_computes_what_its_formats_alone_would(target: str, draft: Specu
     [
         ("w4a16", Speculate(True, activation="int8"), "w4a8"),
         ("bf16", Speculate(True, "mxfp4", "int8_g128", "w8_sym_channel", "int8"), "mxfp4"),
-        ("w8a8", Speculate(True, "qoq_g128"), "qserve"),
+        ("quantspec-w8", Speculate(True, "qoq_g128"), "qserve"),
     ],
 )
 def test_experts_draft_and_routers_choose_as_the_target_does(target: str, draft: Speculate, alone: str) -> None:

@@ -21,7 +21,7 @@ def gpu_program(
     graph: Graph, recipe: str, options: dict[str, Any] | None = None
 ) -> tuple[Graph, Program, dict[str, torch.Tensor]]:
     """The last graph that a recipe's passes, with `options`, make of a raised one, its program, and its weights."""
-    passes = configure(recipes.get_recipe(recipe).settings(), options or {})
+    passes = configure(recipes.get_recipe(recipe).settings(kind="cuda"), options or {})
     graphs, _ = run_passes(graph, passes[1:])
     table = WeightTable(GPU_PACKING)
     program = padded_program(lower(graphs[-1], table))
