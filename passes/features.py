@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, fx
 
-from qcompile import ops
 from qcompile.errors import PassError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import weight_format
@@ -98,36 +97,6 @@ class ReturnFeatures(Pass):
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
         returned(graph, residual_stream(graph, self.name).states[-1])
-        return PassResult(graph, 1)
-
-
-@dataclass(frozen=True)
-class ReturnFinalState(Pass):
-    """A step also returns the normalized hidden states that the output head reads, for all rows.
-
-    A module for multi-token prediction reads those of the model, and then its own. Raises PassError if passes have
-    changed them: if they are rotated, or a pass has changed the weight of the norm.
-    """
-
-    name: ClassVar[str] = "return_final_state"
-    requires: ClassVar[tuple[str, ...]] = ("cache",)
-
-    def run(self, graph: Graph) -> PassResult:
-        graph = graph.clone()
-        last = residual_stream(graph, self.name).states[-1]
-        taken = [user for user in last.users if ops.name_of(user.target) == "take_rows"]
-        norms = [user for node in taken for user in node.users if ops.name_of(user.target) in ops.NORMS]
-        if len(norms) != 1:
-            raise PassError(self.name, last.name, f"{len(norms)} norms read the last hidden state, not one")
-        operands = ops.named(norms[0])
-        weight = operands["weight"]
-        if weight is None or weight.op != "get_attr":
-            raise PassError(
-                self.name, norms[0].name, "a pass has changed the norm before the output head: take a recipe without it"
-            )
-        with graph.fx.inserting_after(last):
-            normed = graph.call(ops.name_of(norms[0].target) or "", **operands | {"x": last})
-        returned(graph, normed)
         return PassResult(graph, 1)
 
 

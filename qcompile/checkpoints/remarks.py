@@ -27,7 +27,7 @@ def of_tensors(checkpoint: Checkpoint, unused: Collection[str]) -> Iterator[str]
     modules = module_tensors(checkpoint) & set(unused)
     if modules:
         size = sum(checkpoint.entries[name].bytes for name in modules)
-        yield f"a module for multi-token prediction ({size:,} bytes) is left out: `--draft mtp` drafts with it"
+        yield f"a module for multi-token prediction ({size:,} bytes) is no part of the model: `--draft mtp` drafts"
     if others := [name for name in unused if name not in modules]:
         size = sum(checkpoint.entries[name].bytes for name in others)
         count, first = len(others), shown(others[0])

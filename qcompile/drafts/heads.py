@@ -20,7 +20,8 @@ from qcompile.heads.graph import head_graph
 from qcompile.heads.mtp_files import MtpModule
 from qcompile.heads.reading import HeadFile
 from qcompile.passes.base import Pass, run_passes
-from qcompile.passes.features import FuseFeatures, ReturnFeatures, ReturnFinalState
+from qcompile.passes.features import FuseFeatures, ReturnFeatures
+from qcompile.passes.final_state import ReturnFinalState
 from qcompile.passes.mtp import MtpSource, mtp_graph
 
 MTP = "mtp"
@@ -86,7 +87,7 @@ class ModuleSource:
 
     module: MtpModule
     argument: ClassVar[str] = MTP
-    changing: ClassVar[tuple[str, ...]] = ("reorder", "rotate")
+    changing: ClassVar[tuple[str, ...]] = ("reorder",)
 
     @staticmethod
     def of(model: object) -> ModuleSource:

@@ -11,7 +11,8 @@ import pytest
 
 from qcompile.cli.options import Building, DraftedLoading, changed
 from qcompile.cli.pass_fields import pass_fields
-from qcompile.passes.features import FuseFeatures, ReturnFeatures, ReturnFinalState
+from qcompile.passes.features import FuseFeatures, ReturnFeatures
+from qcompile.passes.final_state import ReturnFinalState
 from qcompile.passes.schedule import PASSES
 from tests.cli.test_app import code_of, refusal
 

@@ -102,9 +102,24 @@ def test_an_output_head_of_its_own_is_refused(own: str, checkpoint: Callable[[st
         raised(path)
 
 
-def test_a_recipe_that_rotates_is_refused(checkpoint: Callable[[str], Path]) -> None:
-    with pytest.raises(QCompileError, match="norm before the output head"):
-        plan(str(checkpoint("mimo")), recipe="qserve", drafts="mtp")
+def test_drafts_of_a_rotated_model_are_the_same(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Without rounding, what is accepted is equal: 48 features have a rotation that is not its own inverse."""
+    accepted = []
+    for rotated in (False, True):
+        options = {"rotate.enabled": "true", "fold_norms.enabled": "true"} if rotated else {}
+        out = tmp_path / f"{rotated}"
+        report = qcompile.build(str(checkpoint("mimo")), out, recipe="f32", options=options, drafts="mtp")
+        assert rotated == any(record.fired for record in report.passes if record.name == "rotate")
+        with qcompile.load(out, threads=1, gamma=2) as llm:
+            outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+        accepted.append([output.speculation.accepted[:2] for output in outputs if output.speculation])
+    assert accepted[0] == accepted[1] and accepted[0][0][0] > 3
+
+
+def test_a_smoothed_output_head_is_refused(checkpoint: Callable[[str], Path]) -> None:
+    """Its norm has a scale that is no longer the model's."""
+    with pytest.raises(QCompileError, match="a pass has changed the weight"):
+        plan(str(checkpoint("mimo")), recipe="w8a8", options={"smooth.enabled": "true"}, drafts="mtp")
 
 
 def test_a_module_is_a_part_of_a_checkpoint() -> None:

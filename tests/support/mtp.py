@@ -12,10 +12,10 @@ from torch import Tensor
 
 from qcompile.heads.layout import WEIGHTS
 
-WIDTH, VOCABULARY = 64, 320
+VOCABULARY = 320
 _SIZES = {
     "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
+    "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -79,7 +79,7 @@ KINDS = {
     "qwen": Published("qwen3_next", _DELTA, "mtp.layers.0.", _MTP, offset=1.0),  # type: ignore[arg-type]
     "mimo": Published(
         "qwen2",
-        {},
+        {"hidden_size": 48},  # rotations of this width are not symmetric
         "model.mtp_layers.0.",
         tuple(f"model.mtp_layers.0.{name}.weight" for name in _MIMO),  # type: ignore[arg-type]
         hidden_first=True,
@@ -106,9 +106,10 @@ def save(kind: str, path: Path) -> None:
     tensors = load_file(path / WEIGHTS)
     layer = {name.removeprefix(MODEL_LAYER): value for name, value in tensors.items() if name.startswith(MODEL_LAYER)}
     near = {published.layer + name: value + 0.02 * value.std() * noise(value) for name, value in layer.items()}
-    own = torch.eye(WIDTH) + 0.02 * noise(torch.empty(WIDTH, WIDTH)), 0.05 * noise(torch.empty(WIDTH, WIDTH))
+    width = model.config.hidden_size
+    own = torch.eye(width) + 0.02 * noise(torch.empty(width, width)), 0.05 * noise(torch.empty(width, width))
     fusion = torch.cat(own[::-1] if published.hidden_first else own, 1)
-    norms = [1 - published.offset + 0.1 * noise(torch.empty(WIDTH)) for _ in range(3)]
+    norms = [1 - published.offset + 0.1 * noise(torch.empty(width)) for _ in range(3)]
     joining = dict(zip(published.names, (*norms[:2], fusion, norms[2]), strict=True))
     if published.names is _NEXT:
         joining |= {"model.layers.2.shared_head.head.weight": tensors["lm_head.weight"].clone()}
