@@ -237,6 +237,11 @@ class Driver:
         args = (ctypes.c_void_p(to), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(self.stream))
         self.check(library.cuMemcpyDtoHAsync_v2(*args), "download")
 
+    def copy(self, to: int, source: int, size: int) -> None:
+        """Queue a copy from one place of the GPU's memory to another."""
+        args = (ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(self.stream))
+        self.check(self.quick.cuMemcpyDtoDAsync_v2(*args), "copy")
+
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
         self.check(self.library.cuStreamSynchronize(ctypes.c_void_p(self.stream)), "step")

@@ -45,6 +45,11 @@ class DeviceFeatures:
         self._driver.use()
         self._driver.upload(self._at(place.start or 0), given.ctypes.data, given.nbytes, pinned=False)
 
+    def copy(self, at: int, source: DeviceFeatures, first: int, rows: int) -> None:
+        """Queue a copy of `rows` rows of `source` from `first` on, to here from `at` on."""
+        self._driver.use()
+        self._driver.copy(self._at(at), source._at(first), rows * (self._at(1) - self.address))
+
     def _read(self, first: int, end: int) -> FloatArray:
         read = np.empty((end - first, self.shape[1]), np.float32)
         self._driver.use()

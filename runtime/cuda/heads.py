@@ -121,6 +121,7 @@ class CudaHeadSpeculator(HeadSpeculator):
         returning: Any = target  # their features are slices of arrays, if not arrays
         reading: Any = head
         super().__init__(returning, reading, gamma, tokens)
+        self._executors = target, head
         self._rounds = HeadRounds(target, self.stages[0], tokens, self._first)
 
     def close(self) -> None:
@@ -143,6 +144,25 @@ class CudaHeadSpeculator(HeadSpeculator):
                 request.drafts.cached[0] = first = request.sequence.computed - taken
                 self._known[request.id] = TargetFeatures(first, known[start : start + taken])
         return tokens, rounds
+
+    def _take(self, request: Request, start: int, at: int, count: int) -> None:
+        """As `HeadSpeculator._take`. The features of a prompt stay on the GPU: the head computes all rows but the last,
+        of which it may lack the next token."""
+        target, head = self._executors
+        assert target.features and head.given
+        many = count - 1 if count > self.most_lag else 0
+        if many:
+            self._keep(request, start, np.empty((0, target.features.shape[1]), np.float32))
+            self._fill([request], 1)
+            before = self._of(request).features  # of one position or none
+            for first in range(start - len(before), start + many, head.limits.max_tokens):
+                end, own = min(first + head.limits.max_tokens, start + many), max(first, start)
+                if first < own:
+                    head.given[:1] = before
+                head.given.copy(own - first, target.features, at + own - start, end - own)
+                head.step([Rows(request.sequence.tokens[first + 1 : end + 1], first, request.sequence.pages, 0)], False)
+                request.drafts.cached[0] = end
+        super()._take(request, start + many, at + many, count - many)
 
     def _first(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[TargetFeatures]:
         """What the head reads first of each request, in rounds of as many rows as the largest gamma and one more."""

@@ -129,14 +129,22 @@ class HeadSpeculator(Speculator):
             self._target.return_features(True)
             self._rested.update(request.id for request in requests if request.id in self._known)
             return
-        features, at, many = self._target.features, 0, len(rows)
+        at, many = 0, len(rows)
+        features = self._target.features[: many * steps] if steps > 1 else None
         for index, (request, row) in enumerate(zip(requests, rows, strict=True)):
-            own = features[index : many * steps : many] if steps > 1 else features[at : at + len(row.tokens)]
-            at += len(row.tokens)
+            new = max(0, request.sequence.computed - row.start)
             if request.sequence.pages:  # else it has ended
                 self._bridge(request, row.start)
-                self._keep(request, row.start, own[: max(0, request.sequence.computed - row.start)])
+                if features is None:
+                    self._take(request, row.start, at, min(len(row.tokens), new))
+                else:
+                    self._keep(request, row.start, features[index::many][:new])
+            at += len(row.tokens)
         self._fill([request for request in requests if request.sequence.pages], self.most_lag)
+
+    def _take(self, request: Request, start: int, at: int, count: int) -> None:
+        """Keep the features of `count` positions from `start` on: those of the target's last step from row `at` on."""
+        self._keep(request, start, self._target.features[at : at + count])
 
     def _nothing(self, first: int) -> TargetFeatures:
         return TargetFeatures(first, np.empty((0, self._target.features.shape[1]), np.float32))

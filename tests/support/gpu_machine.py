@@ -88,6 +88,9 @@ class HostDriver:
     def download(self, to: int, source: int, size: int, pinned: bool = True) -> None:
         ctypes.memmove(to, source, size)
 
+    def copy(self, to: int, source: int, size: int) -> None:
+        ctypes.memmove(to, source, size)
+
     @contextmanager
     def captured(self) -> Iterator[list[Any]]:
         self.recording, result = [], []

@@ -82,6 +82,13 @@ def save_head(target: Path, path: Path, shape: HeadShape = SHAPE) -> None:
     (path / CONFIG).write_text(json.dumps(shape.config()))
 
 
+def in_torch(target: Path, head: Path, shape: HeadShape = SHAPE) -> tuple[HeadTarget, DraftHead]:
+    """A model and its head, opened in torch."""
+    net, stored = DraftHead(shape), load_file(head / WEIGHTS)
+    net.load_state_dict({name: value.float() for name, value in stored.items() if name != "d2t"})
+    return HeadTarget.load(target, "cpu"), net
+
+
 def torch_shortfalls(
     target: Path, head: Path, shape: HeadShape = SHAPE
 ) -> Callable[[list[int], list[int]], list[float]]:
@@ -89,9 +96,7 @@ def torch_shortfalls(
 
     It is 0 for what the head drafts. Logits have a standard deviation of 1 to 2.
     """
-    model, net = HeadTarget.load(target, "cpu"), DraftHead(shape)
-    stored = load_file(head / WEIGHTS)
-    net.load_state_dict({name: value.float() for name, value in stored.items() if name != "d2t"})
+    model, net = in_torch(target, head, shape)
     numbers = {token: number for number, token in enumerate(proposed(shape).tolist())}
 
     def shortfalls(tokens: list[int], drafts: list[int]) -> list[float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from qcompile import pipeline
 from qcompile.codegen.gpu.features import write_kernel
@@ -17,10 +18,13 @@ from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.targets import TARGETS
 from tests.support.calls import fix_calls
 from tests.support.compiled import Record
-from tests.support.heads import WHOLE_BLOCKS, save_head, save_target, torch_shortfalls
+from tests.support.heads import WHOLE_BLOCKS, in_torch, save_head, save_target, torch_shortfalls
 from tests.support.interpreted import interpreted, needs_triton
 
 PROMPTS = [[5, 9, 11], [7], list(range(20, 37)), [3, 35, 3]]
+
+LONG = [number * 7 % 50 + 40 for number in range(75)]
+"""A prompt of more rows than a step takes."""
 
 
 def opened(folder: Path) -> Any:
@@ -31,7 +35,10 @@ def opened(folder: Path) -> Any:
     save_head(folder / "model", folder / "head", WHOLE_BLOCKS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qcompile.recipes.HEAD_RECIPE", "bf16")
-        return Machine(str(folder / "model"), "bf16", pages=9, drafts=[str(folder / "head")])
+        machine = Machine(str(folder / "model"), "bf16", pages=9, drafts=[str(folder / "head")])
+    head = machine.executors[1]
+    head.limits = head.limits._replace(max_tokens=40)  # fewer rows a step than the target, as where both are loaded
+    return machine
 
 
 def drafts_of_rounds(machine: Any) -> list[tuple[list[int], list[int]]]:
@@ -53,6 +60,23 @@ def drafts_of_rounds(machine: Any) -> list[tuple[list[int], list[int]]]:
     return made
 
 
+def rows_filled(machine: Any) -> list[tuple[int, list[int], Any]]:
+    """Of each step that fills the head's cache from now on, for one text: the first position, the tokens, and the
+    features that the head reads."""
+    filled: list[tuple[int, list[int], Any]] = []
+    head = machine.executors[1]
+    step = head.step
+
+    def noted(sequences: Sequence[Any], *rest: Any, **more: Any) -> Any:
+        if len(sequences) == 1 and not sequences[0].outputs:
+            tokens = list(sequences[0].tokens)
+            filled.append((sequences[0].start, tokens, head.given[: len(tokens)]))
+        return step(sequences, *rest, **more)
+
+    head.step = noted
+    return filled
+
+
 def interpret_heads(folder: str) -> None:
     """Several gammas and requests at once, greedy and drawn, one of them cancelled, with plain steps between rounds.
 
@@ -60,7 +84,7 @@ def interpret_heads(folder: str) -> None:
     """
     from tests.support.gpu_machine import HostLaunch
 
-    machine = opened(Path(folder))
+    machine, paths = opened(Path(folder)), [Path(folder) / name for name in ("model", "head")]
     made = drafts_of_rounds(machine)
     launched, featured = list[str](), list[int]()
     HostLaunch.watch = staticmethod(launched.append)
@@ -81,15 +105,24 @@ def interpret_heads(folder: str) -> None:
         return machine.run(engine, requests)
 
     drawn = {"temperature": 0.8, "seed": 3, "max_tokens": 3}
-    plain, random = generate(0, PROMPTS), generate(0, PROMPTS[:1], **drawn)
+    filled = rows_filled(machine)
+    plain, random = generate(0, PROMPTS), generate(0, [LONG], **drawn)
     featured.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qcompile.runtime.speculation.heads._REST_AFTER", 1)
         assert generate(1, PROMPTS[:1], plain=2, max_tokens=9)[0][:6] == plain[0]
     assert featured == [1, 3, 1, 0, 4], featured  # also where the head's cache is filled, and after the rest
     assert generate(4, PROMPTS) == plain
-    assert generate(2, PROMPTS[:1], **drawn) == random
-    shortfalls = torch_shortfalls(*(Path(folder) / name for name in ("model", "head")), WHOLE_BLOCKS)
+    filled.clear()
+    assert generate(2, [LONG], **drawn) == random
+    model, net = in_torch(*paths, WHOLE_BLOCKS)
+    features = net.fc(model.states(torch.tensor([LONG]), WHOLE_BLOCKS.layers)[0])[0].detach().numpy()
+    assert [(first, len(tokens)) for first, tokens, _ in filled] == [(0, 40), (40, 23), (63, 11)]
+    for first, tokens, given in filled:
+        assert tokens == LONG[first + 1 : first + 1 + len(tokens)]
+        off = abs(given - features[first : first + len(tokens)])
+        assert off.mean() < 0.1 * features.std()  # bfloat16
+    shortfalls = torch_shortfalls(*paths, WHOLE_BLOCKS)
     short = [each for tokens, drafts in made for each in shortfalls(tokens, drafts)]
     assert len(short) > 20 and max(short) < 0.2 and sum(each > 0 for each in short) < len(short) / 8  # bfloat16
 
