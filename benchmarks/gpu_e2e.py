@@ -20,10 +20,12 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -33,6 +35,8 @@ from qcompile.codegen.gpu.launches import MOST_OUTPUTS
 from qcompile.pipeline import backend_of
 from qcompile.runtime.cuda.driver import driver
 from qcompile.runtime.cuda.executor import CudaExecutor
+from qcompile.runtime.cuda.heads import CudaHeadSpeculator
+from qcompile.runtime.cuda.rounds import CudaRounds
 from qcompile.runtime.cuda.speculate import CudaSpeculator
 from qcompile.runtime.options import STEP_TOKENS
 from qcompile.runtime.speculation.stages import DraftStage
@@ -102,6 +106,8 @@ SINKS: dict[str, Any] = {
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
+HEAD_TOKENS = 32000
+"""Tokens that a draft head proposes."""
 MODELS = {"llama-3-8b": CONFIG, "qwen3-30b-a3b": EXPERTS, "gpt-oss-20b": SINKS}
 CONTEXT, STEPS = 1024, 128
 BATCHES = (1, 8, 16, 32, 64)
@@ -114,10 +120,33 @@ def empty_checkpoint(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return _with_empty_weights(folder, model)
+
+
+def empty_head(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
+    """A draft head of EAGLE-3's size for the configuration, which proposes the first HEAD_TOKENS tokens."""
+    from qcompile.heads.layout import HeadShape, default_layers
+    from qcompile.heads.model import DraftHead
+
+    layers = default_layers(config["num_hidden_layers"])
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    last = ("rms_norm_eps", "rope_theta", "max_position_embeddings")
+    sizes = *(config[name] for name in names), HEAD_TOKENS, layers, *(config[name] for name in last)
+    shape = HeadShape(*sizes)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape.config()))
+    with torch.device("meta"):
+        head = DraftHead(shape)
+    return _with_empty_weights(folder, head, {"d2t": torch.empty(HEAD_TOKENS, dtype=torch.int64, device="meta")})
+
+
+def _with_empty_weights(folder: Path, model: torch.nn.Module, more: Mapping[str, torch.Tensor] = {}) -> Path:
+    """Writes zeros as the weights of a model, in bfloat16, and as `more` tensors of whole numbers of 64 bits."""
     header, offset = {}, 0
-    for name, value in model.state_dict().items():
-        end = offset + 2 * value.numel()
-        header[name] = {"dtype": "BF16", "shape": list(value.shape), "data_offsets": [offset, end]}
+    for name, value in [*model.state_dict().items(), *more.items()]:
+        end = offset + (8 if name in more else 2) * value.numel()
+        kind = "I64" if name in more else "BF16"
+        header[name] = {"dtype": kind, "shape": list(value.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     with open(folder / "model.safetensors", "wb") as file:
@@ -162,7 +191,7 @@ class Opened:
     """Executors over random weights and a random cache, the memory they read, and what building took."""
 
     target: CudaExecutor
-    speculator: CudaSpeculator | None
+    speculator: CudaRounds | CudaHeadSpeculator | None
     memory: list[torch.Tensor]
     notes: dict[str, Any]
 
@@ -175,13 +204,19 @@ class Opened:
 
 
 def open_random(
-    recipe: str, folder: Path, tokens: int, context: int = 8192, rows: int = STEP_TOKENS["cuda"], slots: int = 0
+    recipe: str,
+    folder: Path,
+    tokens: int,
+    context: int = 8192,
+    rows: int = STEP_TOKENS["cuda"],
+    slots: int = 0,
+    drafts: Sequence[str] = (),
 ) -> Opened:
     """`recipe` for the checkpoint, with pages for `tokens` tokens in sequences of at most `context`, and `slots` slots
-    of recurrent states if it has any."""
+    of recurrent states if it has any. `drafts` may be a draft head."""
     machine = targets.get_target(this_target())
     started = time.perf_counter()
-    result = pipeline.plan(folder, target=machine.name, recipe=recipe)
+    result = pipeline.plan(folder, target=machine.name, recipe=recipe, drafts=drafts)
     files = backend_of(machine).prepare(result.programs, machine, result.lookup)(None)
     seconds = time.perf_counter() - started
     plans = [json.loads(files[f"{name}.plan.json"]) for name in result.programs]
@@ -207,20 +242,34 @@ def open_random(
     limits = Limits(rows, *sizes, slots=slots, most_outputs=MOST_OUTPUTS)
     pages = -(-tokens // context) * limits.pages_for(context)
     target = CudaExecutor(gpu, plans[0], functions, addresses, pages, limits)
-    cache = torch.as_tensor(View(target.memory.cache, target.memory.layer_places[-1]), device="cuda")
-    cache = cache.view(torch.bfloat16)
-    for part in cache.split(1 << 28):
-        part.normal_()
-    torch.cuda.synchronize()  # what is measured next goes through another stream
-    speculator = None
+    fill_cache(target)
+    speculator: CudaRounds | CudaHeadSpeculator | None = None
     if len(plans) > 1:
         few = limits._replace(max_tokens=limits.max_outputs)
-        draft = CudaExecutor(gpu, plans[1], functions, addresses, pages, few, target)
-        speculator = CudaSpeculator(target, DraftStage(draft, 4, shares_cache=True))
+        if drafts:
+            few = few._replace(vocab=HEAD_TOKENS)
+        draft = CudaExecutor(gpu, plans[1], functions, addresses, pages, few, target, bool(drafts))
+        speculator = with_head(target, draft) if drafts else CudaSpeculator(target, DraftStage(draft, 4, True))
     spilling = [r["kernel"] for r in json.loads(files["report.json"]) if r["spill_bytes"]]
     notes = {"build_seconds": seconds, "kernels": len(functions), "spilling": spilling}
     notes |= {"weight_bytes": sum(size for _, size in blobs), "cache_bytes_a_token": kv.page_bytes / kv.page_tokens}
     return Opened(target, speculator, memory, notes)
+
+
+def fill_cache(executor: CudaExecutor) -> None:
+    """Make the keys and values of an executor's own cache random."""
+    cache = torch.as_tensor(View(executor.memory.cache, executor.memory.layer_places[-1]), device="cuda")
+    for part in cache.view(torch.bfloat16).split(1 << 28):
+        part.normal_()
+    torch.cuda.synchronize()  # what is measured next goes through another stream
+
+
+def with_head(target: CudaExecutor, head: CudaExecutor) -> CudaHeadSpeculator:
+    """Rounds with a head that proposes the first HEAD_TOKENS tokens."""
+    fill_cache(head)
+    for executor in (target, head):
+        executor.connect()
+    return CudaHeadSpeculator(target, head, 4, np.arange(HEAD_TOKENS, dtype=np.int32))
 
 
 def sequences(executor: CudaExecutor, batch: int, context: int, room: int) -> list[Rows]:
