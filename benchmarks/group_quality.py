@@ -65,14 +65,14 @@ def main() -> None:
         if re.search(arguments.only, " ".join(row).strip()):
             rows[row] = measure(*row, arguments.data, arguments.windows) | {"on": machine()}
             print(json.dumps(rows[row]), flush=True)
-    found = [rows[row] for row in ROWS if row in rows]
-    write_result(arguments.out, {"model": MODEL.name, "windows": arguments.windows, "rows": found})
+    measured = [rows[row] for row in ROWS if row in rows]
+    write_result(arguments.out, {"model": MODEL.name, "windows": arguments.windows, "rows": measured})
 
 
 def kept(path: Path) -> dict[Names, dict[str, Any]]:
     """The rows of a result file by recipe, weights and activations."""
-    found = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-    return {(row["recipe"], row["weight"], row["activation"]): row for row in found}
+    measured = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    return {(row["recipe"], row["weight"], row["activation"]): row for row in measured}
 
 
 if __name__ == "__main__":

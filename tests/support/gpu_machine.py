@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from qcompile import drafts as drafts_module
 from qcompile import pipeline
 from qcompile.artifact.adapted import Adapted
 from qcompile.artifact.describe import KernelFiles
@@ -24,6 +23,7 @@ from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
 from qcompile.codegen.gpu.operands import CountRef, NumberRef, grid_size
 from qcompile.codegen.gpu.plan import make_plan
+from qcompile.drafts import paths as draft_paths
 from qcompile.drafts.paths import DraftPath
 from qcompile.passes.lora import described
 from qcompile.runtime.cuda import counts, inputs, launching, load
@@ -196,7 +196,7 @@ class Machine:
         driver: Any = self.driver
         self.target = CudaExecutor(driver, data["model"], functions, self.weights, pages, self.limits)
         nowhere, listed = KernelFiles("", "", 0, ""), [{"name": name} for name in self.weights]
-        stages = drafts_module.draft_stages(planned.drafts, planned.lookup, nowhere, listed)
+        stages = draft_paths.draft_stages(planned.drafts, planned.lookup, nowhere, listed)
         opened = [load._stage(self.target, e, data.get(e.get("path")), functions, self.weights) for e in stages]
         with TemporaryDirectory() as folder:
             files = _written(Path(folder), planned.drafts)
