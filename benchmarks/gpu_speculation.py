@@ -91,7 +91,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 def tokens_a_round(variant: str, trace: Path = RECIPE_TRACE) -> dict[int, float]:
     """By gamma: the target's token and the drafts accepted, place by place of the round, on pycode-26m."""
     result = json.loads(trace.read_text(encoding="utf-8"))["variants"][variant]["exact"]["by_gamma"]
-    return {gamma: 1 + sum(result[str(gamma)]["accepted_per_position"]) for gamma in GAMMAS}
+    return {gamma: 1 + sum(result[str(gamma)]["accepted_per_position"]) for gamma in GAMMAS if str(gamma) in result}
 
 
 def round_seconds(opened: Opened, batch: int, context: int, gamma: int) -> float:
@@ -147,7 +147,7 @@ def measure(part: str, folder: Path) -> list[dict[str, Any]]:
 
 def rated(batch: int, plain: float, rounds: dict[int, float], brings: dict[int, float]) -> dict[str, Any]:
     """Rates by gamma, and the best of them beside that of plain decoding."""
-    rates = {gamma: batch * brings[gamma] / seconds for gamma, seconds in rounds.items()}
+    rates = {gamma: batch * many / rounds[gamma] for gamma, many in brings.items()}
     gamma = max(rates, key=lambda g: rates[g])
     best = {"gamma": gamma, "tokens_per_second": rates[gamma], "plain": plain, "over_plain": rates[gamma] / plain}
     return {**best, "tokens_a_round": brings[gamma], "by_gamma": rates}
