@@ -273,10 +273,22 @@ class StoredCheckpoint(Checkpoint):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._make: dict[str, Callable[[], Tensor]] = {}
+        self._reshaped: set[str] = set()
 
-    def add(self, name: str, shape: tuple[int, ...], parts: tuple[str, ...], make: Callable[..., Tensor]) -> None:
-        """Add tensor `name`, which `make` computes from the stored tensors `parts`; the parts are hidden."""
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        parts: tuple[str, ...],
+        make: Callable[..., Tensor],
+        reshaped: bool = False,
+    ) -> None:
+        """Add tensor `name`, which `make` computes from the stored tensors `parts`; the parts are hidden.
+
+        With `reshaped`, `shape` is [groups, inputs of a group], and `require` says how many groups are a row.
+        """
         stored = [self.entries.pop(part) for part in parts]
+        self._reshaped |= {name} if reshaped else set()
         if name in self.entries:
             raise UsageError(f"tensor {name} is stored twice: as it is, and as {' and '.join(parts)}")
         self._make[name] = lambda: make(*(self.map(part, entry) for part, entry in zip(parts, stored, strict=True)))
@@ -291,7 +303,16 @@ class StoredCheckpoint(Checkpoint):
         if name not in self._make:
             return super().raw(name)
         self.values_read = True
-        return self._make[name]()
+        value = self._make[name]()
+        return value.view(self.entries[name].shape) if name in self._reshaped else value
+
+    def require(self, name: str, shape: tuple[int, ...], floats: bool = True) -> None:
+        """As for any checkpoint. A tensor that is stored as groups gets `shape` if rows are whole groups."""
+        if name in self._reshaped:
+            entry = self.entries[name]
+            if math.prod(shape) == math.prod(entry.shape) and shape[-1] % entry.shape[-1] == 0:
+                self.entries[name] = replace(entry, shape=shape)
+        super().require(name, shape, floats)
 
 
 def require_finite(name: str, value: Tensor) -> None:

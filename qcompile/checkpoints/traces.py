@@ -72,6 +72,7 @@ class Place:
             store = WeightStore()
             for name, shape, dtype, stored in facts["weights"]:
                 if stored:
+                    self._checkpoint.require(stored, tuple(shape))
                     read = StoredLoader(self._checkpoint, stored)
                     store.add(name, shape, getattr(torch, dtype), read, few_bits=read.few_bits, stored=read.stored)
                 else:

@@ -8,7 +8,8 @@ the power of two that the recipe chooses for the group.
 - `fp8`: see fp8.py; `modelopt`: see modelopt.py.
 - `mxfp4` (gpt-oss): NAME_blocks uint8 [experts, outputs, groups, 16], the earlier of two inputs in the low half, and
   NAME_scales, E8M0 [experts, outputs, groups]; together NAME [experts, inputs, outputs].
-- `awq`, `gptq`, `compressed-tensors`, `bitsandbytes`, `torchao` and `hqq`: see the files of these names.
+- `awq`, `gptq`, `compressed-tensors`, `bitsandbytes`, `torchao` and `hqq`: see the files of these names. `quanto`, too;
+  a file beside the weights says that it is used.
 - `gguf`: the folder of a GGUF file, see checkpoints/gguf.
 """
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from qcompile.checkpoints.checkpoint import Checkpoint, StoredCheckpoint, read_json
 from qcompile.checkpoints.gguf.files import METHOD
 from qcompile.checkpoints.gguf.tensors import GgufCheckpoint
+from qcompile.checkpoints.stored import quanto
 from qcompile.checkpoints.stored.awq import awq
 from qcompile.checkpoints.stored.bitsandbytes import bitsandbytes
 from qcompile.checkpoints.stored.compressed import compressed_tensors
@@ -47,6 +49,8 @@ GROUP = 32
 def open_checkpoint(directory: Path) -> Checkpoint:
     """The checkpoint in `directory`, stored as its configuration says."""
     quantization = read_json(directory / "config.json").get("quantization_config")
+    if quantization is None and (directory / quanto.MAP).is_file():
+        quantization = {"quant_method": quanto.METHOD}
     if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
         return GgufCheckpoint(directory)
     if quantization is not None:
@@ -126,5 +130,6 @@ _READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "bitsandbytes": bitsandbytes,
     "torchao": torchao,
     "hqq": hqq,
+    quanto.METHOD: quanto.quanto,
     METHOD: lambda quantization: lambda checkpoint: None,
 }
