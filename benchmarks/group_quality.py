@@ -25,7 +25,7 @@ from qcompile.recipes import get_recipe
 
 MODEL = Path(__file__).parents[1] / "samples" / "pycode-26m"
 Names = tuple[str, str, str]
-"""Recipe, weights and activations; without the last two the recipe as it is."""
+"""Recipe, weights and activations; without weights the recipe as it is, but for activations, the head's too."""
 BYTES = ("w8_sym_channel", "w8_sym_g128", "w8_sym_g64", "w8_sym_g32")
 ROWS: tuple[Names, ...] = (
     ("f32", "f32", "f32"),
@@ -33,6 +33,7 @@ ROWS: tuple[Names, ...] = (
     *(("w8a8", weight, "int8_g128") for weight in (BYTES[0], BYTES[-1])),
     *(("w4a16", f"w4_asym_g{group}", "bf16") for group in (128, 64, 32)),
     *((recipe, "", "") for recipe in ("bf16", "w8a8", "w8a8-g32")),
+    ("w8a8", "", "int8"),
 )
 ROWS_COUNTED, WIDTH = 64, 512
 """Shape of the weight in which bytes are counted: multiples of all groups and blocks."""
@@ -40,8 +41,10 @@ ROWS_COUNTED, WIDTH = 64, 512
 
 def measure(recipe: str, weight: str, activation: str, data: Path, windows: int) -> dict[str, Any]:
     """Build an artifact with linears in the formats `weight` and `activation`, or the recipe's, and evaluate it."""
-    formats = {"assign_precision.weight": weight, "assign_precision.activation": activation}
-    options = {**formats, "cache.format": "kv32", "calibrate.descent": "0"} if weight else {}
+    other, format = ("weight", weight) if weight else ("head_activation", activation)
+    formats = {"assign_precision.activation": activation, f"assign_precision.{other}": format}
+    options = formats if activation else {}
+    options |= {"cache.format": "kv32", "calibrate.descent": "0"} if weight else {}
     with tempfile.TemporaryDirectory() as folder:
         qcompile.build(
             MODEL, Path(folder) / "out", recipe=recipe, options=options, head_dtype="f32" if weight else None
