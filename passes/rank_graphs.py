@@ -17,10 +17,11 @@ def shard_of(passes: Sequence[Pass]) -> Shard | None:
     return next((rewrite for rewrite in passes if isinstance(rewrite, Shard) and rewrite.wanted), None)
 
 
-def check_ranks(passes: Sequence[Pass], drafts: bool, check_passes: bool) -> None:
+def check_ranks(passes: Sequence[Pass], drafts: str, check_passes: bool) -> None:
     """Raise UsageError or UnsupportedError if `passes` divide the model and the build wants what ranks cannot do.
 
-    `drafts`: whether the build has drafts. `check_passes`: whether each pass is to be measured by running its graph.
+    `drafts`: those of the build that one process cannot have for itself; empty if there are none. `check_passes`:
+    whether each pass is to be measured by running its graph.
     """
     shard = shard_of(passes)
     if shard is None:
@@ -28,7 +29,7 @@ def check_ranks(passes: Sequence[Pass], drafts: bool, check_passes: bool) -> Non
     if shard.rank:
         raise UsageError(f"shard.rank={shard.rank}: a build makes all ranks; leave it out")
     if drafts:
-        raise UnsupportedError(f"drafts do not run on {shard.ranks} ranks yet: take a recipe without, such as w4a8")
+        raise UnsupportedError(f"{drafts} do not run on {shard.ranks} ranks yet: take a build without, such as w4a8")
     if any(isinstance(rewrite, Lora) and rewrite.wanted for rewrite in passes):
         raise UnsupportedError(f"lora.rank: adapters of requests do not run on {shard.ranks} ranks yet")
     if check_passes:

@@ -216,9 +216,10 @@ def plan(  # parameters: the arguments of `build` that decide what is compiled
 
 def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions, clock: Clock) -> CompilationPlan:
     """All stages but code generation."""
-    backend = backend_of(targets.get_target(schedule.target))
+    machine = targets.get_target(schedule.target)
+    backend = backend_of(machine)
     passes = drafts.of_target(schedule.model_passes())
-    check_ranks(passes, drafts.any, options.check_passes)
+    check_ranks(passes, drafts.shared_by_ranks(machine.kind), options.check_passes)
     graphs, records = rewrite(model, passes, options, clock)
     table = WeightTable(backend.packing)
     with clock("lower"):

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,8 @@ def check_cpu(target: dict[str, Any], flags: frozenset[str]) -> None:
 def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int = 0) -> LoadedArtifact:
     """Read and verify the artifact at `path`, with its checked `manifest` if that was read before.
 
-    Of an artifact for several processes, only the weights of rank `rank` stay in memory, and are in its own order.
+    Of an artifact for several processes, only the weights of rank `rank` stay in memory, and are in its own order. Rank
+    0 also has the drafts, which are not divided.
     Raises ArtifactError if a single bit differs from what was built or the CPU lacks features, ResourceError if memory
     is short. No file of the artifact is executed before all of them are verified.
     """
@@ -115,14 +117,15 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int 
         raise ArtifactError(f"{root}: library interface {runtime['abi']}, this qcompile has {CPU_ABI}; rebuild it")
     files: dict[str, dict[str, Any]] = manifest["files"]
     entries: list[dict[str, Any]] = runtime["weights"]
-    if ranks := runtime.get("ranks"):
-        entries = [entries[index] for index in ranks[rank]]
-    places = _place_weights(entries, files, root)
+    stages: list[dict[str, Any]] = [] if rank else runtime.get("levels") or []
+    ranks = runtime.get("ranks")
+    own: Sequence[int] = ranks[rank] if ranks else range(len(entries))
+    held = dict.fromkeys([*own, *(index for stage in stages for index in stage.get("weights", []))])
+    places = _place_weights([entries[index] for index in held], files, root)
     size = sum(_rounded(files[name]["bytes"]) for name in places)
     if size > available_memory():
         raise ResourceError(f"{root}: weights take {size:,} bytes, {available_memory():,} are available")
     arena = Arena(size)
-    stages: list[dict[str, Any]] = runtime.get("levels") or []
     names = [runtime["library"], *(stage["library"] for stage in stages if "library" in stage)]
     missing = [name for name in names if name not in files]
     if missing:
@@ -131,10 +134,10 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int 
     destinations = _destinations(arena, places, files)
     destinations |= {name: memoryview(content) for name, content in libraries.items()}
     _read_and_check(root, files, destinations)
-    addresses = [arena.address + places[entry["file"]] + entry["offset"] for entry in entries]
+    addresses = {index: arena.address + places[entries[index]["file"]] + entries[index]["offset"] for index in held}
     opened = {name: _open_library(content, files[name]) for name, content in libraries.items()}
     if ranks:
-        _forget(arena, addresses, [entry["bytes"] for entry in entries])
+        _forget(arena, [*addresses.values()], [entries[index]["bytes"] for index in held])
     drafts = (
         DraftLibrary(opened[stage["library"]], _pointers([addresses[i] for i in stage["weights"]]))
         if "library" in stage
@@ -142,7 +145,8 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int 
         for stage in stages
     )
     library = opened[runtime["library"]]
-    return LoadedArtifact(root, manifest, arena, places, _pointers(addresses), library, tuple(drafts))
+    pointers = _pointers([addresses[index] for index in own])
+    return LoadedArtifact(root, manifest, arena, places, pointers, library, tuple(drafts))
 
 
 def read_weights(artifact: LoadedArtifact) -> None:

@@ -172,6 +172,15 @@ class Drafts:
         """Whether there are drafts."""
         return bool(self.recipe or self.models or self.lookup or self.head)
 
+    def shared_by_ranks(self, kind: str) -> str:
+        """The drafts that need all processes of a divided model on a target of a `kind`; empty if there are none.
+
+        On CPUs the first process has separate models, heads and lookups for itself.
+        """
+        if self.recipe:
+            return "drafts of a recipe, which share the model's weights,"
+        return f"drafts on {kind} targets" if self.any and kind != "cpu" else ""
+
     def of_target(self, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
         """`passes` of the target model, and that by which it returns what a draft head reads."""
         return passes if self.head is None else behind_cache(passes, self.head.target_pass)
