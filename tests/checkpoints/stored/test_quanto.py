@@ -98,5 +98,5 @@ def test_a_model_is_built_twice_from_groups(tiny_checkpoint: Path, tmp_path: Pat
     expected = (codes * torch.tensor(0.01) - torch.tensor(0.07)).view(whole.shape)
     for _ in range(2):
         store = pipeline.plan(model, recipe="f32").graphs[0].weights
-        found = next(stored for stored in store.entries if stored.endswith("down_proj.weight"))
-        assert torch.equal(store[found], expected)
+        read = next(stored for stored in store.entries if stored.endswith("down_proj.weight"))
+        assert torch.equal(store[read], expected)
