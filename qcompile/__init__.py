@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qcompile.pipeline import build as build
+    from qcompile.pipeline import rebuild as rebuild
     from qcompile.runtime.async_llm import AsyncLLM as AsyncLLM
     from qcompile.runtime.llm import LLM as LLM
     from qcompile.runtime.load import load as load
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     from qcompile.runtime.sampling.structured import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputsParams", "__version__", "build", "load"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputsParams", "__version__", "build", "load", "rebuild"]
 
 _HOMES = {
     "build": "qcompile.pipeline",
     "load": "qcompile.runtime.load",
+    "rebuild": "qcompile.pipeline",
     "AsyncLLM": "qcompile.runtime.async_llm",
     "LLM": "qcompile.runtime.llm",
     "SamplingParams": "qcompile.runtime.sampling.params",

@@ -18,10 +18,13 @@ from typing import Any
 import torch
 
 from qcompile import targets
-from qcompile.artifact import describe
+from qcompile.artifact import describe, rebuilt
 from qcompile.artifact.describe import KernelFiles
 from qcompile.artifact.layout import ADAPTERS_FILE, PASSES_FILE, canonical_json
+from qcompile.artifact.reader import read_checked_manifest
+from qcompile.artifact.rebuilt import RebuiltKernels, check_runtime
 from qcompile.artifact.shards import WeightSpec
+from qcompile.artifact.step_graph import foreign_graph, read_step
 from qcompile.artifact.writer import ArtifactWriter
 from qcompile.calibration import CalibrationSource
 from qcompile.checkpoints import frontend, remarks
@@ -39,10 +42,12 @@ from qcompile.codegen.program import Program
 from qcompile.codegen.rank_programs import rank_programs
 from qcompile.codegen.tables import table_facts
 from qcompile.drafts.paths import LOOKUP, DraftPasses, DraftPath, Drafts, draft_paths, draft_stages
+from qcompile.errors import UnsupportedError
 from qcompile.graph import Graph
-from qcompile.passes.base import Pass, PassRecord
+from qcompile.passes.base import Pass, PassRecord, apply
 from qcompile.passes.calibration import outliers, perplexity
 from qcompile.passes.lora import Lora, described
+from qcompile.passes.plan_memory import PlanMemory
 from qcompile.passes.rank_graphs import check_ranks, other_ranks
 from qcompile.passes.rewrite import ImportOptions, rewrite
 from qcompile.passes.schedule import Schedule, draft_head_passes, scheduled, separate_draft_passes
@@ -209,6 +214,34 @@ def plan(  # parameters: the arguments of `build` that decide what is compiled
     planned = _plan(model, schedule, drafting, ImportOptions(source), Clock(silent))
     backend_of(machine).check(planned.programs, machine)
     return planned
+
+
+def rebuild(path: str | Path, progress: Progress | None = None) -> RebuiltKernels:
+    """Compile the kernels of the artifact at `path` again, for `load(path, kernels=...)`, which loads none of its own.
+
+    They come from the artifact's graph, which need not be trusted (artifact/step_graph.py), and are kept in the user's
+    cache. Raises ArtifactError for an artifact that is damaged or does not fit together, UnsupportedError for one of
+    which kernels are not rebuilt, ResourceError if there is no compiler.
+    """
+    root, clock = Path(path), Clock(progress or silent)
+    manifest = read_checked_manifest(root)
+    if (known := rebuilt.recall(root, manifest)) is not None:
+        return known
+    target = targets.recorded_target(manifest["target"])
+    if target is None:
+        name = manifest["target"]["name"]
+        raise UnsupportedError(f"{root}: target {name} is not one of this version: build it again")
+    backend, table = backend_of(target), WeightTable()
+    with clock("graph"), foreign_graph(root):
+        graph = apply(PlanMemory(), read_step(root, manifest)).graph
+        program = backend.adapt(lower(graph, table))
+        sizes = {name: size for weight in table.weights for name, size in weight.blobs}
+        check_runtime(root, manifest, program.cache_facts, {name: sizes[name] for name in program.weights})
+        compile_kernels = backend.prepare({"model": program}, target, False)
+    with clock("kernels"):
+        library = compile_kernels(None)[f"model{backend.suffix}"]
+    assert isinstance(library, bytes)
+    return rebuilt.remember(manifest, library)
 
 
 # ---- model -> plan -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ The peak rates of CPUs are not part of a target. `qcompile bench` measures them 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -146,6 +146,12 @@ def _tiles_granted() -> bool:
 def missing_flags(requires: Collection[str]) -> list[str]:
     """The flags in `requires` that this CPU lacks, in order."""
     return [flag for flag in requires if flag not in cpu_flags()]
+
+
+def recorded_target(facts: Mapping[str, object]) -> Target | None:
+    """The target with the facts that an artifact's manifest has; None if there is no such target."""
+    local = (replace(level, name="cpu") for level in _LEVELS)
+    return next((target for target in (*local, *TARGETS.values()) if target.facts == facts), None)
 
 
 def get_target(name: str) -> Target:

@@ -63,7 +63,7 @@ def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
     ranks = len(manifest["runtime"].get("ranks") or [0])
     cores = len(os.sched_getaffinity(0))
     threads = max(cores // ranks, 1) if options.threads is None else options.threads
-    artifact = load_artifact(root, manifest)
+    artifact = load_artifact(root, manifest, kernels=options.kernels)
     tokenizer = load_tokenizer(root, manifest["files"])
     granted = options.kv_cache_bytes
     wanted = options.gamma != 0, tokenizer, options.prefix_caching

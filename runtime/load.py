@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from qcompile.artifact.layout import Manifest
 from qcompile.artifact.reader import read_checked_manifest, state
+from qcompile.artifact.rebuilt import RebuiltKernels
 from qcompile.artifact.signature import check_signature
 from qcompile.errors import ArtifactError, UsageError
 from qcompile.runtime.chat import chat_template
@@ -35,6 +36,7 @@ def load(  # parameters: the options of loading, by name
     max_model_len: int | None = None,
     tensor_parallel_size: int | None = None,
     require_signature: str | Path | None = None,
+    kernels: RebuiltKernels | None = None,
 ) -> LLM:
     """Verify the artifact at `path`, load it, and start its threads.
 
@@ -62,6 +64,7 @@ def load(  # parameters: the options of loading, by name
     tensor_parallel_size: processes that run the model together, as many as the artifact was built for (the default).
     require_signature: a public key, as text or as the path of a file of keys: the artifact must be signed by it, or by
     one of them. Otherwise it is refused before any of its code is loaded.
+    kernels: what `qcompile.rebuild(path)` has returned: these are loaded in place of the artifact's own machine code.
 
     Raises ArtifactError (the artifact is damaged, not signed as required, or built for another CPU), ResourceError
     (memory, or a package is missing), UsageError.
@@ -84,6 +87,8 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
         check_signature(Path(path), built, trusted)
     manifest = _shortened(built, options.max_model_len)
     options.check(path, manifest["runtime"])
+    if options.kernels is not None:
+        options.kernels.check(Path(path), built, options.gamma != 0)
     opened = open_model(Path(path), manifest, options)
     most_cached = opened.most_cached if options.prefix_caching else 0
     llm = LLM(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from qcompile.artifact.abi import CPU_ABI
 from qcompile.artifact.hashes import damaged, file_problem
 from qcompile.artifact.layout import Manifest
 from qcompile.artifact.reader import read_checked_manifest
+from qcompile.artifact.rebuilt import RebuiltKernels
 from qcompile.artifact.shards import ALIGNMENT
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.targets import cpu_flags
@@ -100,13 +102,16 @@ def check_cpu(target: dict[str, Any], flags: frozenset[str]) -> None:
         )
 
 
-def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int = 0) -> LoadedArtifact:
+def load_artifact(
+    path: str | Path, manifest: Manifest | None = None, rank: int = 0, kernels: RebuiltKernels | None = None
+) -> LoadedArtifact:
     """Read and verify the artifact at `path`, with its checked `manifest` if that was read before.
 
     Of an artifact for several processes, only the weights of rank `rank` stay in memory, and are in its own order. Rank
     0 also has the drafts, which are not divided.
     Raises ArtifactError if a single bit differs from what was built or the CPU lacks features, ResourceError if memory
-    is short. No file of the artifact is executed before all of them are verified.
+    is short. No file of the artifact is executed before all of them are verified; with `kernels`, none is executed at
+    all, and draft paths without a rebuilt library are left out.
     """
     root = Path(path)
     if manifest is None:
@@ -127,6 +132,8 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int 
         raise ResourceError(f"{root}: weights take {size:,} bytes, {available_memory():,} are available")
     arena = Arena(size)
     names = [runtime["library"], *(stage["library"] for stage in stages if "library" in stage)]
+    if kernels is not None:
+        names = [name for name in names if name in kernels.libraries]
     missing = [name for name in names if name not in files]
     if missing:
         raise ArtifactError(f"{root}: library {missing[0]} is not in the manifest; build it again")
@@ -135,12 +142,14 @@ def load_artifact(path: str | Path, manifest: Manifest | None = None, rank: int 
     destinations |= {name: memoryview(content) for name, content in libraries.items()}
     _read_and_check(root, files, destinations)
     addresses = {index: arena.address + places[entries[index]["file"]] + entries[index]["offset"] for index in held}
-    opened = {name: _open_library(content, files[name]) for name, content in libraries.items()}
+    if kernels is not None:
+        libraries = {name: bytearray(kernels.libraries[name]) for name in names}
+    opened = {name: _open_library(content) for name, content in libraries.items()}
     if ranks:
         _forget(arena, [*addresses.values()], [entries[index]["bytes"] for index in held])
     drafts = (
         DraftLibrary(opened[stage["library"]], _pointers([addresses[i] for i in stage["weights"]]))
-        if "library" in stage
+        if stage.get("library") in opened
         else None
         for stage in stages
     )
@@ -220,9 +229,9 @@ def _read_all(root: Path, files: dict[str, dict[str, Any]], destinations: dict[s
         return [problem for problem in results if problem]
 
 
-def _open_library(content: bytearray, entry: dict[str, Any]) -> ctypes.CDLL:
+def _open_library(content: bytearray) -> ctypes.CDLL:
     """Open a library from these bytes, so that it is not read from the disk again."""
-    digest: str = entry["sha256"]
+    digest = hashlib.sha256(content).hexdigest()
     if digest not in _libraries:
         # The descriptor stays open: the loader identifies libraries by path, so its number must not be reused.
         fd = os.memfd_create("qcompile-kernels")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from qcompile.artifact.rebuilt import RebuiltKernels
 from qcompile.artifact.signature import trusted_keys
 from qcompile.errors import UsageError
 from qcompile.runtime.lora.table import check_names
@@ -41,6 +42,7 @@ class LoadOptions:
     lora: Mapping[str, str | Path] | None = None
     tensor_parallel_size: int | None = None
     require_signature: str | Path | None = None
+    kernels: RebuiltKernels | None = None
 
     @staticmethod
     def of(given: dict[str, Any]) -> LoadOptions:

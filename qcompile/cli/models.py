@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcompile import __version__
-from qcompile.artifact import kept, reader
+from qcompile.artifact import kept, reader, rebuilt
 from qcompile.artifact.layout import MANIFEST
 from qcompile.checkpoints import hub
 from qcompile.checkpoints.contents import check_form
@@ -29,17 +29,22 @@ from qcompile.recipes import parse_options
 from qcompile.targets import get_target
 
 if TYPE_CHECKING:
+    from qcompile.artifact.rebuilt import RebuiltKernels
     from qcompile.pipeline import BuildReport
     from qcompile.runtime.llm import LLM
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """An artifact to load, the name of its model for people and clients, and whether it is of the user's cache."""
+    """An artifact to load, the name of its model for people and clients, and whether it is of the user's cache.
+
+    foreign: whether its own machine code is not to be loaded, but compiled again from its graph.
+    """
 
     path: Path
     name: str
     kept: bool
+    foreign: bool = False
 
 
 @contextlib.contextmanager
@@ -50,6 +55,7 @@ def opened(given: str, building: Building, loading: Loading, **more: Any) -> Ite
     """
     artifact = artifact_to_load(given, building, loading)
     start = time.monotonic()
+    more |= {"kernels": _rebuilt(artifact.path)} if artifact.foreign else {}
     try:
         llm = loading.load(artifact.path, **more)
     except ArtifactError as error:
@@ -64,6 +70,17 @@ def opened(given: str, building: Building, loading: Loading, **more: Any) -> Ite
     console.detail(f"loaded {artifact.path} in {time.monotonic() - start:.2f} s")
     with llm:
         yield llm, artifact
+
+
+def _rebuilt(path: Path) -> RebuiltKernels:
+    """The kernels of an artifact, compiled from its graph unless the user's cache has them."""
+    if (known := rebuilt.recall(path, reader.read_checked_manifest(path))) is not None:
+        return known
+    with console.Progress() as progress, _few_collections():
+        progress("import", 0, 1)
+        from qcompile import pipeline  # waits for torch
+
+        return pipeline.rebuild(path, progress)
 
 
 def artifact_to_load(given: str, building: Building, loading: Loading) -> Artifact:
@@ -88,7 +105,8 @@ def artifact_of(given: str, building: Building, ranks: int | None = None) -> Art
     path = Path(given)
     if (path / MANIFEST).is_file():
         _check_unused(given, building)
-        return Artifact(path, kept.KeptArtifact(path.resolve().parent).about.get("model") or path.resolve().name, False)
+        name = kept.KeptArtifact(path.resolve().parent).about.get("model") or path.resolve().name
+        return Artifact(path, name, False, building.rebuild)
     request = _Request.of(given, building, divided(ranks))
     place = request.place
     console.detail(f"place in the cache: {place.folder}")
@@ -102,7 +120,7 @@ def artifact_of(given: str, building: Building, ranks: int | None = None) -> Art
 
 def _check_unused(given: str, building: Building) -> None:
     """Refuse options of building for an artifact, which they cannot change."""
-    if unused := building.given():
+    if unused := building.given("rebuild"):
         raise UsageError(f"{given} is an artifact, which is built already: {unused} is for models")
 
 

@@ -279,12 +279,18 @@ class Building(Hub):
         typer.Option("--device", metavar="auto|cpu|gpu", help="Where to run the model; auto: on a GPU if possible."),
     ] = "auto"
     options: PassFields = None
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build a model although the cache has it.")] = False
+    rebuild: Annotated[
+        bool,
+        typer.Option(
+            "--rebuild",
+            help="Build a model although the cache has it; compile an artifact's kernels here, and load no other code.",
+        ),
+    ] = False
     allow_remote_code: Remote = False
 
-    def given(self) -> str | None:
-        """The first option that is not at its default, as it is written; None if there is none."""
-        name = changed(self)
+    def given(self, *but: str) -> str | None:
+        """The first option that is not at its default, as it is written, except for `but`; None if there is none."""
+        name = changed(self, *but)
         return name and f"--{'set' if name == 'options' else name.replace('_', '-')}"
 
 

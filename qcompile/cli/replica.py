@@ -55,6 +55,7 @@ def _serve(arguments: Sequence[str]) -> None:
         logging,
         replace(loading, threads=share["threads"] or loading.threads),
         options["keys"],
+        Building(rebuild=options["rebuild"]),
     )
 
 
@@ -64,7 +65,13 @@ def _end_with_parent() -> None:
 
 
 def _serve_on(
-    path: str, artifact: Path, serving: Serving, logging: Logging, loading: ServedLoading, keys: Sequence[str]
+    path: str,
+    artifact: Path,
+    serving: Serving,
+    logging: Logging,
+    loading: ServedLoading,
+    keys: Sequence[str],
+    building: Building,
 ) -> None:
     """Serve the artifact at the path of a socket."""
     from qcompile.cli.models import opened
@@ -78,7 +85,7 @@ def _serve_on(
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening,
         sinks_of(logging) as sinks,
-        opened(str(artifact), Building(), loading, max_batch=serving.max_batch) as (llm, artifact_used),
+        opened(str(artifact), building, loading, max_batch=serving.max_batch) as (llm, artifact_used),
     ):
         listening.bind(path)
 

@@ -27,13 +27,14 @@ _MOST_PATH = 100
 
 @dataclass(frozen=True)
 class Given:
-    """The options of the command. serving: with the model's name. keys: the API keys."""
+    """The options of the command. serving: with the model's name. keys: the API keys. foreign: as of Artifact."""
 
     artifact: Path
     serving: Serving
     logging: Logging
     loading: ServedLoading
     keys: Sequence[str]
+    foreign: bool = False
 
 
 def serve(
@@ -85,6 +86,7 @@ def _launches(given: Given, place: Path) -> list[ReplicaLaunch]:
         "logging": asdict(given.logging),
         "loading": asdict(given.loading),
         "keys": list(given.keys),
+        "rebuild": given.foreign,
     }
     command = (sys.executable, "-m", "qcompile.cli.replica")
     return [

@@ -47,7 +47,7 @@ def serve(
         with app.bind(serving.host, serving.port) as listening:
             artifact = artifact_to_load(out, building, loading)
             named = replace(serving, name=serving.name or artifact.name)
-            given = replicas.Given(artifact.path, named, logging, loading, keys)
+            given = replicas.Given(artifact.path, named, logging, loading, keys, artifact.foreign)
             if replicas.serve(given, listening, url_of(listening.getsockname()), limits, say, json):
                 say("ended by SIGTERM")
         return

@@ -179,7 +179,6 @@ def test_what_cannot_be_built_is_refused(
     tiny_checkpoint: Path, tiny_artifact: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     made = tiny_artifact("w4a8")
-    assert "--rebuild is for models" in refusal(capsys, 2, "run", made, *RUN, "--rebuild")
     assert "--set is for models" in refusal(capsys, 2, "run", made, *RUN, "--set", "cache.format=kv8")
     assert "--device tpu: write one of" in refusal(capsys, 2, "run", tiny_checkpoint, *RUN, "--device", "tpu")
     other = ("--device", "cpu", "--target", "h200")

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from qcompile.artifact.layout import MANIFEST
 from qcompile.cli import console, plot_files
 from qcompile.cli.load_test import plot, server
 from qcompile.cli.load_test.campaign import Plan, measure
@@ -75,6 +77,8 @@ def check(out: str, options: LoadTest, loading: DraftedLoading, building: Buildi
             raise UsageError(f"{unused} is for models: a server that runs has its own")
         if (wrong := changed(loading) or changed(adapting)) is not None:
             raise UsageError(f"--{wrong.replace('_', '-')} is for an artifact: a server that runs has its own options")
+    elif building.rebuild and (Path(out) / MANIFEST).is_file():
+        raise UsageError("--rebuild: start `qcompile serve --rebuild` of the artifact first, and give bench its URL")
     elif options.model is not None:
         raise UsageError("--model is for a server that runs: an artifact has one model")
 
