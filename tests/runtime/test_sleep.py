@@ -19,6 +19,7 @@ from qcompile.errors import ArtifactError, AsleepError, UnsupportedError, UsageE
 from qcompile.runtime import loader
 from qcompile.runtime.cpu.sleep import CpuMemory
 from tests.runtime.server.test_server import Client, serving
+from tests.runtime.server.test_service import held_after_a_step
 from tests.support.fake import byte_tokenizer, fake_llm
 
 Build = Callable[[str], Path]
@@ -150,13 +151,14 @@ def test_a_shared_model_sleeps_when_its_requests_have_ended(fake: LLM, memory: M
 
     async def use() -> None:
         async with AsyncLLM(fake) as llm:
-            running = asyncio.ensure_future(llm.generate("x", PARAMS))
-            while not fake.engine.busy:
+            with held_after_a_step(llm._service) as made:
+                running = asyncio.ensure_future(llm.generate("x", PARAMS))
+                await asyncio.to_thread(made.wait, 30)
+                falling = asyncio.ensure_future(llm.sleep(2))
                 await asyncio.sleep(0)
-            falling = asyncio.ensure_future(llm.sleep(2))
-            await asyncio.sleep(0)
-            with pytest.raises(AsleepError, match="the model is falling asleep: wake it first"):
-                await llm.generate("z", PARAMS)
+                with pytest.raises(AsleepError, match="the model is falling asleep: wake it first"):
+                    await llm.generate("z", PARAMS)
+                assert not falling.done() and memory.calls == []
             await falling
             assert len((await running).outputs[0].token_ids) == 24
             assert llm.is_sleeping and memory.calls == [2]
