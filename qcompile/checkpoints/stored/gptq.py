@@ -2,14 +2,17 @@
 
 NAME.qweight int32 [inputs * bits / 32, outputs] has earlier inputs in lower bits. NAME.qzeros int32
 [groups, outputs * bits / 32] has earlier outputs in lower bits, and each zero point less one. NAME.scales is
-[groups, outputs], and NAME.g_idx int32 [inputs] is the group of each input. In "gptq_v2" (ModelCloud/GPTQModel,
+[groups, outputs], and NAME.g_idx int32 [inputs] is the group of each input. Codes of 3 bits fill three words without
+gaps, 32 at a time. In "gptq_v2" (ModelCloud/GPTQModel,
 gptqmodel/utils/model.py) zero points are stored as they are. Where the configuration says `sym`, all zero points are
-2^(bits - 1): files that store them in the way of the other version were published, and mean what `sym` says.
+2^(bits - 1): files that store them in the way of the other version were published, and mean what `sym` says. Modules
+may differ: see gptq_rules.py.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qcompile.checkpoints.checkpoint import StoredCheckpoint
+from qcompile.checkpoints.stored.gptq_rules import ModuleRules, module_rules
 from qcompile.checkpoints.stored.groups import (
     WORD,
     Find,
@@ -26,9 +30,8 @@ from qcompile.checkpoints.stored.groups import (
     one_of,
     require,
     require_none_left,
-    require_uniform,
-    shifts,
-    unpack,
+    require_plain,
+    unpack_filled,
     words_of,
 )
 from qcompile.errors import UsageError
@@ -60,26 +63,35 @@ class GptqScheme:
 
 def gptq(quantization: dict[str, Any]) -> Find:
     """The reader for a checkpoint with this `quantization_config`. Raises UnsupportedError, UsageError."""
+    require_plain("gptq", quantization)
+    return functools.partial(_find_gptq, rules=module_rules(quantization, _scheme))
+
+
+def _scheme(quantization: Mapping[str, Any]) -> GptqScheme:
+    """How this `quantization_config` says that weights are stored."""
     get = quantization.get
-    bits = one_of("gptq", "bits", get("bits"), (4, 8))
+    bits = one_of("gptq", "bits", get("bits"), (2, 3, 4, 8))
     version = get("checkpoint_format") or get("format") or "gptq"
     version = one_of("gptq", "checkpoint_format", version, ("gptq", "gptq_v2"))
     one_of("gptq", "is_marlin_format", bool(get("is_marlin_format")), (False,))
     ordered = one_of("gptq", "desc_act", get("desc_act"), (True, False, None))
     symmetric = one_of("gptq", "sym", get("sym"), (True, False, None))
-    require_uniform("gptq", quantization)
     size = group_size("gptq", get("group_size"))
-    scheme = GptqScheme(bits, size, version == "gptq", ordered, bool(symmetric))
-    return functools.partial(_find_gptq, scheme=scheme)
+    return GptqScheme(bits, size, version == "gptq", ordered, bool(symmetric))
 
 
-def _find_gptq(checkpoint: StoredCheckpoint, scheme: GptqScheme) -> None:
+def _find_gptq(checkpoint: StoredCheckpoint, rules: ModuleRules[GptqScheme]) -> None:
     for name in list(checkpoint):
         stem = name.removesuffix(".qweight")
         if stem == name:
             continue
+        scheme = rules.scheme(stem)
         words, outputs = words_of(checkpoint, name)
         inputs = words * WORD // scheme.bits
+        if any(count * scheme.bits % WORD and WORD % scheme.bits for count in (inputs, outputs)):
+            raise UsageError(
+                f"tensor {name} has {words} words and {outputs} outputs, which codes of 3 bits do not fill"
+            )
         count = -(-inputs // scheme.group(inputs))
         require(checkpoint, f"{stem}.qzeros", (count, -(-outputs * scheme.bits // WORD)), torch.int32)
         require(checkpoint, f"{stem}.scales", (count, outputs))
@@ -108,10 +120,10 @@ def from_gptq(
     groups = size if index is None else groups_of(f"{name}.g_idx", index, size, count)
     if scheme.ordered is False and isinstance(groups, Tensor):
         raise UsageError(f"tensor {name}.g_idx has its inputs' groups in another order, and desc_act is false")
-    zero = _zeros(name, scheme, unpack(zeros, shifts(bits), 1)[:, :outputs])
+    zero = _zeros(name, scheme, unpack_filled(zeros, bits, 1)[:, :outputs])
 
     def codes(band: slice) -> Tensor:
-        return unpack(words[:, band], shifts(bits), 0).T
+        return unpack_filled(words[:, band], bits, 0).T
 
     return dequantize(inputs, codes, scales.T, zero if isinstance(zero, int) else zero.T, groups)
 

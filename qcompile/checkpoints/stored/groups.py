@@ -50,6 +50,23 @@ def unpack(words: Tensor, places: Sequence[int], dim: int) -> Tensor:
     return spread.bitwise_and_(2 ** (WORD // len(places)) - 1).flatten(dim, dim + 1)
 
 
+def unpack_filled(words: Tensor, bits: int, dim: int) -> Tensor:
+    """int32 words that codes of `bits` bits fill without gaps, in order -> int32 codes; `dim` grows by 32 / bits.
+
+    Some codes of 3 bits lie in two words. Three words hold 32 of them: the words are a multiple of three.
+    """
+    if WORD % bits == 0:
+        return unpack(words, shifts(bits), dim)
+    starts = torch.arange(0, WORD * bits, bits, dtype=torch.int32)
+    word, place = starts // WORD, starts % WORD
+    first = (WORD - place).clamp(max=bits)  # bits of a code in its first word
+    shape = [-1 if axis == dim + 1 else 1 for axis in range(words.dim() + 1)]
+    blocks = words.unflatten(dim, (-1, bits))
+    low = (blocks.index_select(dim + 1, word) >> place.view(shape)) & ((1 << first) - 1).view(shape)
+    high = blocks.index_select(dim + 1, (word + 1).clamp(max=bits - 1)) & ((1 << (bits - first)) - 1).view(shape)
+    return (low | high << first.view(shape)).flatten(dim, dim + 1)
+
+
 def nibbles(packed: Tensor) -> Tensor:
     """Two codes a byte, the earlier one in the low half, uint8 [n, k / 2] -> codes uint8 [n, k]."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
@@ -176,12 +193,17 @@ def group_size(method: str, value: Any) -> int:
     return value
 
 
-def require_uniform(method: str, quantization: dict[str, Any]) -> None:
-    """Raise UnsupportedError if modules are stored in different ways, or with an adapter or a rotation."""
+def require_plain(method: str, quantization: dict[str, Any]) -> None:
+    """Raise UnsupportedError if weights are packed in other words, or stored with an adapter or a rotation."""
     one_of(method, "pack_dtype", quantization.get("pack_dtype") or "int32", ("int32",))
     for key in ("adapter", "rotation"):
         if quantization.get(key):
             raise UnsupportedError(f"{method} weights with {key} are not read")
+
+
+def require_uniform(method: str, quantization: dict[str, Any]) -> None:
+    """Raise UnsupportedError if modules are stored in different ways, or as `require_plain` says."""
+    require_plain(method, quantization)
     modules = quantization.get("dynamic") or {}
     others = [name for name in modules if not name.startswith("-:")] if isinstance(modules, dict) else [modules]
     if others:  # "-:PATTERN" leaves modules as they are

@@ -31,6 +31,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 def packed(codes: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
     """Codes [n, k] in words of 32 bits along k; `order` are the codes of a word, from its lowest bits on."""
+    if 32 % bits:
+        return filled(codes, bits)
     each = 32 // bits
     rows = []
     for row in codes.tolist():
@@ -40,6 +42,16 @@ def packed(codes: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
                 code = row[word * each + which] if word * each + which < len(row) else 0
                 for bit in range(bits):
                     words[word] |= (code >> bit & 1) << (place * bits + bit)
+        rows.append([word - (1 << 32) if word >> 31 else word for word in words])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def filled(codes: Tensor, bits: int) -> Tensor:
+    """Codes [n, k] in words of 32 bits along k without gaps: the row as one number, cut into words."""
+    rows = []
+    for row in codes.tolist():
+        number = sum(code << bits * place for place, code in enumerate(row))
+        words = [number >> first & 0xFFFFFFFF for first in range(0, bits * len(row), 32)]
         rows.append([word - (1 << 32) if word >> 31 else word for word in words])
     return torch.tensor(rows, dtype=torch.int32)
 
@@ -121,6 +133,23 @@ def gptq(
     version = {"checkpoint_format": "gptq_v2"} if v2 else {}
     settings = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": order, "sym": symmetric}
     return written(tensors, parts, "", settings | version)
+
+
+def gptq_by_rules(tensors: Tensors) -> Written:
+    """Down projections of 3 bits in other groups, symmetric; output projections as they are; others of 4 bits."""
+    down = {name: value for name, value in tensors.items() if "down_proj" in name}
+    whole = {name: value for name, value in tensors.items() if "o_proj" in name}
+    others = {name: value for name, value in tensors.items() if name not in down | whole}
+    stored, plain, settings = gptq(others)
+    three, numbers, _ = gptq(down, 16, bits=3, symmetric=True)
+    changed = {"bits": 3, "group_size": 16, "sym": True, "damp_percent": 0.1}
+    dynamic = {
+        r"-:.*\.o_proj$": {},
+        r"+:model\.layers\.\d+\.mlp\.down": changed,
+        ".*_proj": {"bits": 4},
+        "": {"bits": 8},
+    }
+    return {**stored, **three, **whole}, {**plain, **numbers, **whole}, settings | {"dynamic": dynamic}
 
 
 def compressed(
@@ -246,6 +275,9 @@ WAYS: dict[str, tuple[str, Way]] = {
     "gptq, symmetric, zeros as v2 stores them": ("llama", lambda t: gptq(t, symmetric=True, less_one=False)),
     "gptq of 8 bits, the same": ("llama", lambda t: gptq(t, bits=8, symmetric=True, less_one=False)),
     "gptq_v2, symmetric, zeros as v1 stores them": ("llama", lambda t: gptq(t, v2=True, symmetric=True, less_one=True)),
+    "gptq of 3 bits": ("llama", lambda t: gptq(t, bits=3)),
+    "gptq_v2 of 2 bits, in order of activations": ("llama", lambda t: gptq(t, 16, bits=2, order=True, v2=True)),
+    "gptq by rules": ("llama", gptq_by_rules),
     "awq, symmetric": ("llama", lambda t: awq(t, symmetric=True)),
     "packed": ("llama", compressed),
     "packed, zeros, in order of activations": ("qwen2", lambda t: compressed(t, 24, symmetric=False, order=True)),
@@ -488,7 +520,16 @@ REFUSED: dict[str, tuple[Way, Change, type[QCompileError], str]] = {
     "awq that differs by module": (awq, say(dynamic={"+:.*down": {"bits": 8}}), NO, r"dynamic has \+:\.\*down"),
     "awq by a number of modules": (awq, say(dynamic=5), NO, "dynamic has 5"),
     "awq by a list of modules": (awq, say(dynamic=["-:x"]), NO, r"dynamic has \['-:x'\]"),
-    "gptq of 3 bits": (gptq, say(bits=3), NO, "gptq weights with bits 3 are not read, only 4 or 8"),
+    "gptq of 5 bits": (gptq, say(bits=5), NO, "gptq weights with bits 5 are not read, only 2 or 3 or 4 or 8"),
+    "gptq of 3 bits that has 4": (gptq, say(bits=3), BAD, "which codes of 3 bits do not fill|qzeros is"),
+    "gptq by a list of modules": (gptq, say(dynamic=["-:x"]), BAD, "patterns with settings belong there"),
+    "gptq by no settings": (gptq, say(dynamic={".*": 4}), BAD, r"\.\* has 4, and no settings"),
+    "gptq by other settings": (gptq, say(dynamic={".*": {"rotation": "x"}}), NO, "with rotation for some modules"),
+    "gptq by no pattern": (gptq, say(dynamic={"-:(": {}}), BAD, "is no pattern"),
+    "gptq by a slow pattern": (gptq, say(dynamic={"-:(a+)+b": {}}), NO, "repeats a group"),
+    "gptq by many repetitions": (gptq, say(dynamic={".*.*.*.*.*.*x": {}}), NO, "over 5 repetitions"),
+    "gptq that its rules leave": (gptq, say(dynamic={"-:.*up_proj": {}}), BAD, "has codes, and dynamic leaves it"),
+    "gptq by rules of other bits": (gptq, say(dynamic={".*up_proj": {"bits": 5}}), NO, "bits 5 are not read"),
     "gptq of no bits": (gptq, lambda t, s: s.pop("bits"), NO, "bits None"),
     "gptq of 8 bits that has 4": (gptq, say(bits=8), BAD, r"proj.qzeros is .* belongs there"),
     "another gptq": (gptq, say(checkpoint_format="marlin"), NO, "checkpoint_format marlin .* only gptq or gptq_v2"),
