@@ -16,8 +16,8 @@ NAME.weight [outputs, inputs] is (code - zero) * scale in float32. NAME.weight_s
   if present, has the same type and the shape of the scales. With strategy `block`, NAME.weight_scale has a factor for
   each block of rows and columns.
 
-The recipe decides how activations and the cache are rounded, so stored scales for these have no effect. Anything else
-that changes the model's function (rotations, sparsity) is refused.
+Modules may differ: see compressed_targets.py. The recipe decides how activations and the cache are rounded, so stored
+scales for these have no effect. Anything else that changes the model's function (rotations, sparsity) is refused.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from qcompile.checkpoints.checkpoint import StoredCheckpoint
+from qcompile.checkpoints.stored.compressed_targets import ModuleSchemes, module_schemes
 from qcompile.checkpoints.stored.groups import (
     ACTIVATIONS,
     WORD,
@@ -97,10 +98,9 @@ def compressed_tensors(quantization: dict[str, Any]) -> Find:
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise UsageError(f"config_groups of the checkpoint's {METHOD} weights do not say how they are stored")
-    schemes = {_scheme(name, group, quantization.get("format")) for name, group in groups.items()}
-    if len(schemes) > 1:
-        raise UnsupportedError(f"{METHOD} weights are not read where groups differ: {', '.join(groups)}")
-    return functools.partial(_find, scheme=schemes.pop())
+    format = quantization.get("format")
+    schemes = [(name, group.get("targets"), _scheme(name, group, format)) for name, group in groups.items()]
+    return functools.partial(_find, schemes=module_schemes(schemes))
 
 
 def _says_nothing(value: Any, key: str) -> bool:
@@ -158,20 +158,17 @@ def _e2m1_scheme(format: str, weights: dict[str, Any]) -> CompressedScheme:
 # ---- the weights -----------------------------------------------------------------------------------
 
 
-def _find(checkpoint: StoredCheckpoint, scheme: CompressedScheme) -> None:
+def _find(checkpoint: StoredCheckpoint, schemes: ModuleSchemes[CompressedScheme]) -> None:
     for name in list(checkpoint):
-        if scheme.format == PACKED and name.endswith(".weight_packed"):
-            _add_packed(checkpoint, name.removesuffix("_packed"), scheme)
-        elif scheme.format == NVFP4_PACKED and name.endswith(".weight_packed"):
-            _add_nvfp4(checkpoint, name.removesuffix("_packed"))
-        elif scheme.format == MXFP4_PACKED and name.endswith(".weight_packed"):
-            _add_mxfp4(checkpoint, name.removesuffix("_packed"))
-        elif (
-            scheme.format not in (PACKED, *E2M1_PACKED)
-            and name.endswith(".weight")
-            and checkpoint.entries[name].dtype.itemsize == 1
-        ):
-            _add_plain(checkpoint, name, scheme)
+        stem, packed = name.removesuffix("_packed"), name.endswith("_packed")
+        if not stem.endswith(".weight") or not (packed or checkpoint.entries[name].dtype.itemsize == 1):
+            continue
+        scheme = schemes.scheme(stem.removesuffix(".weight"))
+        add = _ADD.get(scheme.format)
+        if packed and add:
+            add(checkpoint, stem, scheme)
+        elif not packed and not add:
+            _add_plain(checkpoint, stem, scheme)
     forget(checkpoint, ACTIVATIONS)
     require_none_left(checkpoint, tuple(f".{ending}" for ending in REST))
 
@@ -231,7 +228,7 @@ def from_packed(
     return dequantize(inputs, lambda band: unpack(words[band], shifts(bits), 1)[:, :inputs], scales, zero, groups)
 
 
-def _add_nvfp4(checkpoint: StoredCheckpoint, name: str) -> None:
+def _add_nvfp4(checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme) -> None:
     """Make the weight `name` of NAME_packed, NAME_scale and NAME_global_scale.
 
     The scale of activations that may be stored beside them rounds activations, which the recipe decides.
@@ -249,7 +246,7 @@ def _add_nvfp4(checkpoint: StoredCheckpoint, name: str) -> None:
     checkpoint.add(name, (outputs, inputs), tuple(parts), make)
 
 
-def _add_mxfp4(checkpoint: StoredCheckpoint, name: str) -> None:
+def _add_mxfp4(checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme) -> None:
     """Make the weight `name` of NAME_packed and NAME_scale."""
     shape = e2m1_shape(checkpoint, name, f"{name}_packed", MXFP4.group, torch.uint8)
     checkpoint.add(name, shape, (f"{name}_packed", f"{name}_scale"), from_mxfp4_rows)
@@ -298,3 +295,7 @@ def _add_plain(checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme
         return dequantize(inputs, codes.__getitem__, scales.expand(outputs, count), zero, size)
 
     checkpoint.add(name, entry.shape, parts, make)
+
+
+_ADD = {PACKED: _add_packed, NVFP4_PACKED: _add_nvfp4, MXFP4_PACKED: _add_mxfp4}
+"""What adds a weight, by format; others are not packed."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from qcompile.checkpoints.stored.patterns import matches, pattern_of
 from qcompile.errors import UnsupportedError, UsageError, shown
 
 LEFT, CHANGED = "-:", "+:"
@@ -21,8 +22,6 @@ CHOSEN = (
     *("gptaq", "gptaq_alpha", "v2", "v2_alpha"),
 )
 """Settings of a rule that say how codes were chosen: they have no effect on what the codes mean."""
-MOST_REPEATS, MOST_LETTERS = 5, 128
-"""The most repetitions in a pattern, and the longest name that it is tried on: matching then takes no long time."""
 Scheme = TypeVar("Scheme")
 
 
@@ -38,10 +37,8 @@ class ModuleRules(Generic[Scheme]):
 
     def scheme(self, module: str) -> Scheme:
         """The scheme of a module that stores codes. Raises UsageError if the rules leave it as it is."""
-        if self.rules and len(module) > MOST_LETTERS:
-            raise UnsupportedError(f"module {module}: rules are not read for names of over {MOST_LETTERS} letters")
         for pattern, scheme in self.rules:
-            if pattern.match(module):
+            if matches(pattern, module):
                 if scheme is None:
                     raise UsageError(f"module {module} has codes, and dynamic leaves it as it is: {pattern.pattern}")
                 return scheme
@@ -57,7 +54,7 @@ def module_rules(quantization: Mapping[str, Any], scheme: Callable[[Mapping[str,
         )
     rules: list[tuple[re.Pattern[str], Scheme | None]] = []
     for text, changes in dynamic.items():
-        pattern = _pattern(text.removeprefix(LEFT).removeprefix(CHANGED))
+        pattern = pattern_of("dynamic of gptq weights", text.removeprefix(LEFT).removeprefix(CHANGED))
         if text.startswith(LEFT):
             rules.append((pattern, None))
             continue
@@ -67,16 +64,3 @@ def module_rules(quantization: Mapping[str, Any], scheme: Callable[[Mapping[str,
             raise UnsupportedError(f"gptq weights with {others[0]} for some modules (dynamic has {text}) are not read")
         rules.append((pattern, scheme({**quantization, **changes})))
     return ModuleRules(scheme(quantization), tuple(rules))
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    """The regular expression `text`. Raises UsageError if it is none, UnsupportedError if matching may take long."""
-    try:
-        pattern = re.compile(text)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise UsageError(f"dynamic of the checkpoint's gptq weights: {shown(text)} is no pattern: {error}") from None
-    repeats = len(re.findall(r"(?<!\\)[*+{]", text))
-    if repeats > MOST_REPEATS or re.search(r"\)[*+{]", text):
-        reason = f"over {MOST_REPEATS} repetitions, or repeats a group"
-        raise UnsupportedError(f"gptq weights with a pattern that has {reason} are not read: dynamic has {shown(text)}")
-    return pattern

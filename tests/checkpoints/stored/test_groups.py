@@ -174,6 +174,25 @@ def compressed(
     return written(tensors, parts, "weight_", configuration("pack-quantized", weights))
 
 
+def in_two_groups(tensors: Tensors) -> Written:
+    """Down projections of 8 bits by a pattern, gate projections by their names before it, and others of 4 bits."""
+    down = {name: value for name, value in tensors.items() if "down_proj" in name}
+    named = {name: value for name, value in tensors.items() if "gate_proj" in name}
+    others = {name: value for name, value in tensors.items() if name not in down and name not in named}
+    (stored, plain, settings), (eight, numbers, _) = compressed(others), eight_bits(down, strategy="channel")
+    (one, its, _) = compressed(named, symmetric=False)
+    four = settings["config_groups"]["group_0"]
+    channel = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    groups = {
+        "usual": four | {"targets": ["Linear"]},
+        "down": {"targets": [r"re:.*\.(down|gate)_proj$"], "format": "int-quantized", "weights": channel},
+        "one": four | {"targets": [n.removesuffix(".weight") for n in named]},
+    }
+    groups["one"]["weights"] = four["weights"] | {"symmetric": False}
+    settings = settings | {"config_groups": groups, "format": "pack-quantized"}
+    return {**stored, **eight, **one}, {**plain, **numbers, **its}, settings
+
+
 def eight_bits(
     tensors: Tensors, kind: str = "int", strategy: str = "channel", symmetric: bool = True, size: Any = None
 ) -> Written:
@@ -284,6 +303,7 @@ WAYS: dict[str, tuple[str, Way]] = {
     "packed, an index that says nothing": ("llama", lambda t: compressed(t, unsaid=True)),
     "packed, 8 bits a channel": ("llama", lambda t: compressed(t, -1, bits=8, symmetric=False)),
     "packed, experts one by one": ("qwen3_moe", lambda t: compressed(t, 8)),
+    "packed and int8": ("llama", in_two_groups),
     "int8": ("llama", eight_bits),
     "int8 with zeros, in groups": ("llama", lambda t: eight_bits(t, strategy="group", symmetric=False, size=24)),
     "int8, one scale": ("llama", lambda t: eight_bits(t, strategy="tensor", symmetric=False)),
@@ -480,9 +500,15 @@ def say_of_group(**more: Any) -> Change:
     return lambda tensors, settings: settings["config_groups"]["group_0"].update(more)
 
 
-def another_group(tensors: Tensors, settings: dict[str, Any]) -> None:
-    groups = settings["config_groups"]
-    groups["group_1"] = groups["group_0"] | {"weights": groups["group_0"]["weights"] | {"num_bits": 8}}
+def another_group(targets: list[str] | None) -> Change:
+    """A second group, of 8 bits, where both have these targets."""
+
+    def change(tensors: Tensors, settings: dict[str, Any]) -> None:
+        first = settings["config_groups"]["group_0"] | {"targets": targets}
+        second = first | {"weights": first["weights"] | {"num_bits": 8}}
+        settings["config_groups"] = {"group_0": first, "group_1": second}
+
+    return change
 
 
 NO, BAD = UnsupportedError, UsageError
@@ -562,7 +588,11 @@ REFUSED: dict[str, tuple[Way, Change, type[QCompileError], str]] = {
     "packed and sparse": (compressed, say(sparsity_config={"format": "sparse-24-bitmask"}), NO, "sparsity_config"),
     "packed and turned": (compressed, say(transform_config={"config_groups": {"a": 1}}), NO, "transform_config"),
     "no groups": (compressed, say(config_groups={}), BAD, "config_groups .* do not say"),
-    "groups that differ": (compressed, another_group, NO, "where groups differ: group_0, group_1"),
+    "groups that differ for no module": (compressed, another_group(None), BAD, "targets of group_0 are None"),
+    "groups that differ for a class": (compressed, another_group(["MLP"]), NO, r"for class 'MLP' \(group_0\)"),
+    "groups that leave modules out": (compressed, another_group(["re:x"]), BAD, "no targets of config_groups name it"),
+    "groups by the same pattern": (compressed, another_group(["re:.*_proj"]), BAD, r"\.\*_proj match module .*differ"),
+    "groups by a slow pattern": (compressed, another_group(["re:(x*)*"]), NO, "targets of group_0: .* repeats a group"),
     "blocks of nothing": (
         lambda t: blocks(t),
         say_of_weights(block_structure=[16, 0]),
