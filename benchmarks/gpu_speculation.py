@@ -104,7 +104,7 @@ def round_seconds(opened: Opened, batch: int, context: int, gamma: int) -> float
         requests: Any = [
             SimpleNamespace(
                 id=index,
-                sequence=SequenceState([*range(context), 100], list(r.pages), context),
+                sequence=SequenceState([*range(context), 100], list(r.pages), computed=context),
                 sampler=Sampler(SamplingParams(temperature=0), 0, (), opened.target.limits.vocab),
                 drafts=SpeculationState(),
             )
