@@ -16,6 +16,7 @@ from torch import Tensor
 from qcompile import pipeline
 from qcompile.checkpoints.stored import formats
 from qcompile.errors import QCompileError, UnsupportedError, UsageError
+from qcompile.formats.registry import weight_format
 from tests.support.make_bitsandbytes import FILES, digest
 from tests.support.make_quanto import WAYS
 
@@ -43,6 +44,14 @@ def test_the_numbers_are_those_of_quanto(tmp_path: Path) -> None:
         value = checkpoint.load(f"{name}.weight")
         assert list(value.shape) == sides and checkpoint.in_few_bits(f"{name}.weight")
         assert digest(value) == FACTS["sha256"][f"{name}.weight"], name
+
+
+def test_w8a8_keeps_bytes(tmp_path: Path) -> None:
+    """quanto's scales put the largest number of a row at 127, which is where w8_sym_channel puts it."""
+    checkpoint = formats.open_checkpoint(folder(tmp_path / "model", load_file(STORED), FACTS["map"]))
+    value = checkpoint.load("bytes.weight")
+    rounding = weight_format("w8_sym_channel")
+    assert torch.equal(rounding.dequantize(rounding.quantize(value), value.shape[1]), value)
 
 
 def change(name: str, made: Callable[[Tensor], Tensor]) -> Callable[[Tensors, Map], object]:
