@@ -72,6 +72,14 @@ def test_builds_are_byte_identical(tmp_path: Path) -> None:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name not in ("mixllm", "auto")])
+def test_kernels_rebuilt_from_the_graph_are_the_same(recipe: str, built: Build) -> None:
+    artifact = built(recipe)
+    for name, library in qcompile.rebuild(artifact).libraries.items():
+        assert library == (artifact / name).read_bytes(), name
+
+
 @pytest.mark.parametrize("recipe", ["f32", "bf16", "w4a16", "w4a8", "qserve", "mxfp4", "nvfp4"])
 def test_a_row_does_not_depend_on_its_step(recipe: str, built: Build) -> None:
     """Bitwise: chunk sizes, batch neighbours and thread counts change nothing."""

@@ -24,7 +24,9 @@ from qcompile.artifact.packed_weights import STEP
 from qcompile.errors import ArtifactError, QCompileError, UnsupportedError, escaped
 from qcompile.formats.floats import TABLE_TYPES
 from qcompile.formats.kv import PAGE_TOKENS
+from qcompile.formats.states import StateLayout
 from qcompile.graph import Graph, WeightStore
+from qcompile.ops.recurrent_step import layer_state
 
 _WORD = re.compile(r"\w*")
 _MOST_NUMBERS = 1 << 28
@@ -222,8 +224,17 @@ def _kind(value: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _check_cache(graph: Graph) -> None:
-    """Raise ValueError unless each layer of the cache is appended to once: its size is that of what is appended."""
-    layers = next(node for node in graph.inputs if node.target == "step_cache").meta["val"].shape[0]
+    """Raise ValueError unless each layer of the cache is appended to once, and layers have states of their own.
+
+    The size of a layer is that of what is appended.
+    """
+    shapes = {str(node.target): node.meta["val"].shape for node in graph.inputs}
+    layers = shapes["step_cache"][0]
     appended = sorted(ops.operand(node, "layer") for node in graph.calls(*_APPENDS))
     if appended != list(range(layers)):
         raise ValueError(f"layers {appended} of {layers} of the cache are written")
+    nodes = graph.calls("conv_step", "recurrence_step")
+    states = StateLayout(tuple(layer_state(node) for node in nodes))
+    offsets = [ops.operand(node, "offset") for node in nodes]
+    if nodes and (offsets != list(states.offsets) or shapes["step_states"][1] != states.slot_numbers):
+        raise ValueError(f"states begin at {offsets} of {shapes['step_states'][1]} numbers")

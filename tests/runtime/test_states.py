@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,10 +18,12 @@ from torch.nn import functional as F
 
 import qcompile
 from qcompile import check
-from qcompile.errors import ResourceError
+from qcompile.artifact.packed_weights import STEP
+from qcompile.errors import ArtifactError, ResourceError
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.speculation.host import HostSpeculator
+from tests.artifact.test_rebuilt import sealed_again
 from tests.support.calls import fix_calls
 from tests.support.cases import first
 from tests.support.families import COMMON, save
@@ -262,6 +266,19 @@ def test_what_texts_share_is_kept_once_two_have_it(artifact: Callable[..., Path]
         results = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
         assert [list(result.outputs[0].token_ids) for result in results] == wanted
         assert [result.metrics.cached_tokens for result in results] == [0, 0, 64]
+
+
+def test_kernels_are_rebuilt_with_states_in_their_places(artifact: Callable[..., Path], tmp_path: Path) -> None:
+    out = shutil.copytree(artifact("nested"), tmp_path / "out")
+    [(name, library)] = qcompile.rebuild(out).libraries.items()
+    assert library == (out / name).read_bytes()
+    graph = json.loads((out / STEP).read_text())
+    step = next(node for node in graph["nodes"] if node["target"] == "recurrence_step")
+    step["args"][-1] = 0
+    (out / STEP).write_text(json.dumps(graph))
+    sealed_again(out, STEP)
+    with pytest.raises(ArtifactError, match="does not fit together: ValueError: states begin at"):
+        qcompile.rebuild(out)
 
 
 def test_few_copies_are_used_again(artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
