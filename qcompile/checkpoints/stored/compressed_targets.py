@@ -32,13 +32,13 @@ class ModuleSchemes(Generic[Scheme]):
         """The scheme of a module that stores codes. Raises UsageError if it belongs to no group."""
         if module in self.names:
             return self.names[module]
-        found = [(pattern, scheme) for pattern, scheme in self.patterns if matches(pattern, module)]
-        for pattern, scheme in found:
-            if scheme != found[0][1]:
-                both = f"{found[0][0].pattern} and {pattern.pattern}"
+        matching = [(pattern, scheme) for pattern, scheme in self.patterns if matches(pattern, module)]
+        for pattern, scheme in matching:
+            if scheme != matching[0][1]:
+                both = f"{matching[0][0].pattern} and {pattern.pattern}"
                 raise UsageError(f"config_groups: {both} match module {module}, and their groups differ")
-        if found:
-            return found[0][1]
+        if matching:
+            return matching[0][1]
         if self.usual is None:
             raise UsageError(f"module {module} has codes, and no targets of config_groups name it")
         return self.usual
