@@ -15,20 +15,43 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qcompile.runtime.server.metrics import Metrics
 from qcompile.runtime.server.replicas.metrics import RouterMetrics
+from qcompile.runtime.speculation.explained import GammaFacts
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 YAML = sorted(DEPLOY.rglob("*.y*ml"))
 
 
-def exported() -> set[str]:
-    """Names of the samples of /metrics, those of replicas included."""
-    server = Metrics(SimpleNamespace(running=0, waiting=0, kv_pages_used_ratio=0.0, asleep=False), "m")
+def server_metrics() -> list[str]:
+    """The samples of a server's /metrics, a line each."""
+    drafting = [GammaFacts(1, 96, 0, 0.5, {1: 0.9, 2: 0.8}, {1: 0.7, 2: 0.6}), GammaFacts(4, 96, 2, 0.5, {2: 1.2}, {})]
+    busy = SimpleNamespace(running=0, waiting=0, kv_pages_used_ratio=0.0, asleep=False, drafting=drafting)
+    server = Metrics(busy, "m")
     server.responded("/health", 200)
     server._samples.labels("m", "stop").inc()
+    return [line for line in server.text().decode().splitlines() if not line.startswith("#")]
+
+
+def exported() -> set[str]:
+    """Names of the samples of /metrics, those of replicas included."""
     router = RouterMetrics("m")
     router.observe(0, True, 0)
-    text = router.text({0: server.text().decode()}).decode()
+    text = router.text({0: "\n".join(server_metrics()) + "\n"}).decode()
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def test_what_auto_knows_is_told_by_number_of_requests() -> None:
+    """Where nothing drafts, the gain is that of the best gamma; what was not measured is left out."""
+    families = text_string_to_metric_families("\n".join(server_metrics()) + "\n")
+    samples = [sample for family in families for sample in family.samples if "draft_g" in sample.name]
+    values = {sample.name + sample.labels["batch"]: sample.value for sample in samples}
+    gain = "qcompile_draft_gain"
+    assert values == {
+        "qcompile_draft_gamma1": 0,
+        "qcompile_draft_gamma4": 2,
+        f"{gain}_expected1": 0.9,
+        f"{gain}_expected4": 1.2,
+        f"{gain}_measured1": 0.7,
+    }
 
 
 def queries(result: Any) -> Iterator[str]:

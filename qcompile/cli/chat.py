@@ -66,7 +66,7 @@ def _chat_loop(llm: LLM, out: Path, params: SamplingParams, as_json: bool) -> No
         last = show(stream, quiet=as_json)
         conversation.answered(last.outputs[0].text)
         if as_json:
-            console.print_json_line(result_of(last, llm.engine.speculation.active))
+            console.print_json_line(result_of(last, llm.engine.speculation.active, llm.engine.speculation.chooser))
         else:
             print(flush=True)
 

@@ -47,7 +47,7 @@ def _run_prompt(llm: LLM, prompt: str, params: SamplingParams, as_json: bool) ->
     if not as_json:
         console.show_generated(prompt)
     last = show(stream, quiet=as_json)
-    result = result_of(last, llm.engine.speculation.active)
+    result = result_of(last, llm.engine.speculation.active, llm.engine.speculation.chooser)
     if as_json:
         console.print_json(result)
         return

@@ -9,6 +9,7 @@ from qcompile.cli import console
 
 if TYPE_CHECKING:
     from qcompile.runtime.outputs import RequestOutput
+    from qcompile.runtime.speculation.controller import GammaController
 
 
 def show(stream: Iterator[RequestOutput], quiet: bool) -> RequestOutput:
@@ -21,11 +22,11 @@ def show(stream: Iterator[RequestOutput], quiet: bool) -> RequestOutput:
     return last
 
 
-def result_of(output: RequestOutput, drafts: bool) -> dict[str, Any]:
+def result_of(output: RequestOutput, drafts: bool, controller: GammaController | None = None) -> dict[str, Any]:
     """What `run --json` prints. The first token belongs to prefill, so the decode speed is of the others.
 
     drafts: whether the model drafts; if it ran no round, the rates are null. `gamma` is that of the last round alone,
-    `drafted_per_round` is the mean of all.
+    `drafted_per_round` is the mean of all. `auto` says why `controller` chose gamma, if it did.
     """
     from qcompile.runtime.outputs import SpeculationMetrics
 
@@ -46,4 +47,8 @@ def result_of(output: RequestOutput, drafts: bool) -> dict[str, Any]:
         rates = ("acceptance_rate", "tokens_per_round", "drafted_per_round", "accepted_per_position")
         names = ("rounds", *rates, "gamma", "draft_seconds", "verify_seconds")
         result |= {name: getattr(speculation, name) for name in names}
+    if controller:
+        from qcompile.runtime.speculation.explained import explained
+
+        result["auto"] = [facts.json for facts in explained(controller)]
     return result

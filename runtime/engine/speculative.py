@@ -52,7 +52,7 @@ class Speculation:
         return self.drafter is not None and self.gamma != 0
 
     @property
-    def _measured(self) -> GammaController | None:
+    def chooser(self) -> GammaController | None:
         """The controller, if it chooses gamma."""
         return self.controller if self.gamma == AUTO and self.drafter else None
 
@@ -160,18 +160,18 @@ class Speculation:
 
     def note_steps(self, plan: StepPlan, seconds: float) -> None:
         """Note a call of plain steps."""
-        if self._measured:
-            self._measured.note_steps(plan.requests, self.in_one_call(plan), plan.steps, seconds)
+        if self.chooser:
+            self.chooser.note_steps(plan.requests, self.in_one_call(plan), plan.steps, seconds)
 
     def note_catch_up(self, plan: StepPlan, gammas: Sequence[int], seconds: float) -> None:
         """Note the time that filling the drafts' own caches took before a call of rounds."""
-        if self._measured:
-            self._measured.note_catch_up(plan.requests, True, max(gammas), seconds)
+        if self.chooser:
+            self.chooser.note_catch_up(plan.requests, True, max(gammas), seconds)
 
     def note_rounds(
         self, plan: StepPlan, whole: bool, gammas: Sequence[int], rounds: int, seconds: float, tokens: int
     ) -> None:
         """Note a call of rounds, which gave `tokens` tokens in all. whole: as in `GammaController.choose`."""
-        if self._measured:
+        if self.chooser:
             each = tokens / len(plan.requests)
-            self._measured.note_rounds(plan.requests, whole, max(gammas), rounds, seconds, each)
+            self.chooser.note_rounds(plan.requests, whole, max(gammas), rounds, seconds, each)

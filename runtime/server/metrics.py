@@ -10,13 +10,15 @@ from prometheus_client.core import GaugeMetricFamily
 
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.server.exchanges import note
+from qcompile.runtime.speculation.explained import GammaFacts
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Occupancy(Protocol):
-    """How busy a server is: running and waiting samples, the share of the KV cache's pages in use, and its sleep."""
+    """How busy a server is: running and waiting samples, the share of the KV cache's pages in use, its sleep, and what
+    `auto` knows of drafts."""
 
     @property
     def running(self) -> int: ...
@@ -26,6 +28,8 @@ class Occupancy(Protocol):
     def kv_pages_used_ratio(self) -> float: ...
     @property
     def asleep(self) -> bool: ...
+    @property
+    def drafting(self) -> Sequence[GammaFacts]: ...
 
 
 class Metrics:
@@ -110,6 +114,25 @@ class _Gauges:
         yield self._gauge("qcompile_waiting_samples", "Not yet.", now.waiting)
         yield self._gauge("qcompile_kv_pages_used_ratio", "Of the KV cache's pages.", now.kv_pages_used_ratio)
         yield self._gauge("qcompile_asleep", "Whether the model sleeps.", now.asleep)
+        yield from self._drafting(now.drafting)
+
+    def _drafting(self, known: Sequence[GammaFacts]) -> Iterator[GaugeMetricFamily]:
+        """What `auto` has chosen, and the speed relative to plain decoding that it expects and measures."""
+        labels = ["model_name", "batch", "context"]
+        gamma = GaugeMetricFamily("qcompile_draft_gamma", "Tokens that `auto` drafts per round.", labels=labels)
+        gains = [
+            GaugeMetricFamily(
+                f"qcompile_draft_gain_{kind}", f"Speed of rounds over plain steps, {kind}.", labels=labels
+            )
+            for kind in ("expected", "measured")
+        ]
+        for facts in known:
+            place = [self._model, str(facts.batch), str(facts.context)]
+            gamma.add_metric(place, facts.gamma)
+            for family, each in zip(gains, (facts.expected, facts.measured), strict=True):
+                if each:
+                    family.add_metric(place, each[facts.gamma] if facts.gamma else max(each.values()))
+        yield from (gamma, *gains)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=["model_name"])

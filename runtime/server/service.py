@@ -19,6 +19,7 @@ from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.speculation.explained import GammaFacts, explained
 
 Result = TypeVar("Result")
 _PIECE_SECONDS, _MOST_PIECE_SECONDS = 200e-6, 64e-3
@@ -104,6 +105,12 @@ class Service:
         """Share of the KV cache's pages that requests hold."""
         pool = self.llm.engine.pool
         return 1 - pool.free / pool.total
+
+    @property
+    def drafting(self) -> Sequence[GammaFacts]:
+        """What `auto` knows of drafts; empty if it does not choose."""
+        chooser = self.llm.engine.speculation.chooser
+        return explained(chooser) if chooser else ()
 
     def admit(self, count: int, params: SamplingParams) -> None:
         """Raise UsageError for a request of `count` samples that can never run, before its prompts are encoded."""

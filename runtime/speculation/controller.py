@@ -11,7 +11,7 @@ again when, within the uncertainty of their cost, they may be better; a budget l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.request import Request
@@ -51,6 +51,11 @@ class GammaController:
     def acceptance(self) -> float:
         """Probability that a new request's draft is accepted, given that those before it in the round were."""
         return self._kept / self._tried
+
+    @property
+    def kinds(self) -> Mapping[tuple[bool, int], Measurements]:
+        """What is measured, by the kind of work: whether calls are of many steps, and about how many requests."""
+        return self._measurements
 
     def rate(self, request: Request) -> float:
         """Probability that the request's draft is accepted, given that those before it in the round were."""

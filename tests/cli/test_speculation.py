@@ -56,6 +56,8 @@ def test_from_build_to_run(
     assert plain["token_ids"] == drafted["token_ids"] == auto["token_ids"]
     assert not FIELDS & plain.keys() and drafted.keys() >= FIELDS and drafted["gamma"] <= 3
     assert 0 < drafted["drafted_per_round"] <= 3
+    (told,) = auto["auto"]
+    assert "auto" not in drafted and told["batch"] == 1 and "times as fast" in told["reason"]
     first = json_of("run", out, "--prompt", "def main(", "--max-tokens", 1, "--gamma", 3)
     assert first["rounds"] == 0 and first["acceptance_rate"] is None and first["accepted_per_position"] == []
     prompts.write_text('{"prompt": "def main("}\n{"prompt": [5, 6]}\n')

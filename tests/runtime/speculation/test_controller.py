@@ -13,6 +13,7 @@ from qcompile.runtime.request import SequenceState, SpeculationState
 from qcompile.runtime.speculation import costs, measurements
 from qcompile.runtime.speculation.controller import GammaController
 from qcompile.runtime.speculation.costs import RoundCosts, SpeculationPrior, best_gamma, expected_tokens
+from qcompile.runtime.speculation.explained import explained
 from qcompile.runtime.speculation.latency import LatencyModel
 from qcompile.runtime.speculation.measurements import GammaChoice, Measurements
 
@@ -317,3 +318,26 @@ def test_rounds_of_another_gamma_than_the_tables_tell_nothing() -> None:
     for _ in range(3):
         controller.note_rounds([subject], False, 9, 1, 5.0, 3.0)
     assert not measured.tried and measured.latency.rounds(2) == 0.0 and controller.choose([subject], False).gamma == 2
+
+
+def test_why_nothing_drafts_is_told_before_and_after_a_trial() -> None:
+    """One draft is expected to be half as fast, and is 0.9 times as fast."""
+    controller, _, measured = controller_of({1: math.log(0.5)})
+    (facts,) = explained(controller)
+    assert (facts.batch, facts.gamma, facts.gain, facts.measured) == (1, 0, None, {})
+    assert facts.expected[1] == pytest.approx(0.5) and "0.50 times as fast, by what is expected" in facts.reason
+    measured.tried, measured.yields = True, 1.8
+    (facts,) = explained(controller)
+    assert facts.measured[1] == pytest.approx(0.9) and "plain decoding, as rounds of 1 drafts would" in facts.reason
+    assert "0.90 times as fast, by what was measured" in facts.json["reason"]
+
+
+def test_the_gamma_in_use_and_its_gain_are_told_by_batch() -> None:
+    controller, subject, measured = controller_of({1: math.log(1.5), 2: math.log(1.2)})
+    measured.gamma = 1
+    controller.note_steps([subject] * 4, True, 4, 4.0)
+    first, second = explained(controller)
+    assert (first.batch, first.gamma, second.batch, second.gamma) == (1, 1, 4, 0)
+    assert "rounds of 1 drafts decode 1.50 times as fast" in first.reason and first.context == 96
+    measured.tried = True
+    assert explained(controller)[0].gain == pytest.approx(1.5)
