@@ -271,6 +271,10 @@ class HeadDraft:
         tokens = self.source.tokens(raised.info.vocab_size)
         raising, *passes = behind_cache(self.passes, self.source.own_pass())
         own, done = run_passes(self.source.graph(raised, self.origin, raising, clock), tuple(passes), clock)
+        if own[-1].calls("conv_step", "recurrence_step"):
+            raise UnsupportedError(
+                f"draft {self.source.argument}: heads with recurrent states of their own do not draft"
+            )
         program = lower(own[-1], table)
         packed = None if tokens is None else tokens.numpy().tobytes()
         return DraftPath(self.name, program, own, done, False, *SEPARATE_DRAFT, tokens=packed)

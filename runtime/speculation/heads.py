@@ -180,12 +180,16 @@ class HeadSpeculator(Speculator):
     def _wake(self, requests: Sequence[Request]) -> None:
         """Have features of the texts for which the target has rested: it computes the newest positions once more.
 
-        That leaves its cache as it is.
+        That leaves its cache as it is. Recurrent states would move on, so a target with states computes nothing again.
         """
         self._undrafted = 0
         for request in requests:
             computed = request.sequence.computed
             newest = max(self._of(request).end, computed - self.most_lag)
+            if self.target.state_slots:
+                if request.id in self._rested:
+                    self._bridge(request, computed)
+                continue
             if request.id in self._rested and newest < computed:
                 tokens = request.sequence.tokens[newest:computed]
                 self._bridge(request, newest)
@@ -288,7 +292,9 @@ class HeadSpeculator(Speculator):
         rows = []
         for text in texts:
             tokens = [*text.tokens(text.computed), *text.drafts]
-            rows.append(Rows(tokens, text.computed, text.request.sequence.pages, len(tokens)))
+            sequence = text.request.sequence
+            states = {"slot": sequence.slot, "certain": text.length}
+            rows.append(Rows(tokens, text.computed, sequence.pages, len(tokens), **states))
         started = time.perf_counter()
         chosen, _ = self.target.step(rows, False)
         seconds = time.perf_counter() - started

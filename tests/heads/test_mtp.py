@@ -20,6 +20,7 @@ from qcompile.heads.layout import WEIGHTS
 from qcompile.passes.raising import Raise
 from qcompile.pipeline import plan
 from tests.conftest import MadeOnce
+from tests.support.calls import fix_calls
 from tests.support.mtp import Reference, save
 
 PROMPTS = [[5, 6, 7, 8, 9], [11] * 40, [3], [9, 8, 7] * 20]
@@ -67,6 +68,22 @@ def test_tokens_are_the_models_own(kind: str, checkpoint: Callable[[str], Path],
         drafted = [sum(one.drafted[place] for one in told) for place in range(gamma)]
         accepted = [sum(one.accepted[place] for one in told) for place in range(gamma)]
         assert 0.2 * drafted[0] < accepted[0] < drafted[0] and all(accepted[:2]), (drafted, accepted)
+
+
+def test_states_are_right_after_a_rest(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The target has computed tokens without features, and does not compute them again for the module."""
+    qcompile.build(str(checkpoint("qwen")), tmp_path / "out", recipe="w8a8", drafts="mtp")
+    params, tokens = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True), []
+    for gammas in ([0] * 30, [3] * 3 + [0] * 8 + [3] * 30):
+        with qcompile.load(tmp_path / "out", threads=1, gamma=3, prefix_caching=False) as llm:
+            fix_calls(llm.engine, 4)
+            requests = [llm.engine.add(prompt, params) for prompt in PROMPTS]
+            for gamma in gammas:
+                llm.engine.speculation.gamma = gamma
+                llm.engine.step()
+            assert not llm.engine.busy
+            tokens.append([list(request.output.token_ids) for request in requests])
+    assert tokens[0] == tokens[1] and min(sum(request.drafts.metrics.accepted) for request in requests) > 3
 
 
 def test_a_checkpoint_without_a_module_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -98,8 +98,10 @@ def save(kind: str, path: Path) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight *= 5
         for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 parameter *= 0.05
+            elif name.endswith("out_proj.weight"):  # of recurrent states, which tokens must depend on
+                parameter *= 0.5
             elif parameter.dim() == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(path)
