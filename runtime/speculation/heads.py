@@ -292,9 +292,8 @@ class HeadSpeculator(Speculator):
         rows = []
         for text in texts:
             tokens = [*text.tokens(text.computed), *text.drafts]
-            sequence = text.request.sequence
-            states = {"slot": sequence.slot, "certain": text.length}
-            rows.append(Rows(tokens, text.computed, sequence.pages, len(tokens), **states))
+            own = text.request.sequence
+            rows.append(Rows(tokens, text.computed, own.pages, len(tokens), slot=own.slot, certain=text.length))
         started = time.perf_counter()
         chosen, _ = self.target.step(rows, False)
         seconds = time.perf_counter() - started
