@@ -25,6 +25,8 @@ from tests.support.mtp import Reference, save
 
 PROMPTS = [[5, 6, 7, 8, 9], [11] * 40, [3], [9, 8, 7] * 20]
 
+MORE = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("glm", "mimo")]
+
 
 @pytest.fixture(scope="module")
 def checkpoint(made_once: MadeOnce) -> Callable[[str], Path]:
