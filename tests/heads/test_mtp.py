@@ -38,9 +38,7 @@ def raised(path: Path) -> Graph:
     return ModuleSource.of(path).graph(Graph.__new__(Graph), "draft1.", Raise(), Clock(silent))
 
 
-@pytest.mark.parametrize(
-    "kind", ["deepseek", "qwen", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("glm", "mimo"))]
-)
+@pytest.mark.parametrize("kind", ["deepseek", "qwen", *MORE])
 def test_computes_what_the_layer_of_the_model_computes(kind: str, checkpoint: Callable[[str], Path]) -> None:
     """In float32, as norms of transformers compute: the tolerance is that of some hundred sums in another order."""
     path = checkpoint(kind)
