@@ -282,7 +282,6 @@ class CudaExecutor:
     def connect(self) -> None:
         """Let steps return features, and read those given. Raises ArtifactError if the plan has none."""
         self.features, self.given = allocate_features(self.driver, self.plan, self.memory)
-        self.overlaps = False  # rows must be read before the next step writes its own
 
     def return_features(self, on: bool) -> None:
         """Whether steps compute and return features from now on."""

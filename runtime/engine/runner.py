@@ -39,8 +39,11 @@ class StepRunner:
     def start(self, after: PendingStep | None) -> PendingStep | None:
         """Plan and start the next step, which runs after the pending step `after`, and do not wait for it.
 
-        None if there is nothing to compute, or if the step needs logits, drafts, or the tokens of `after`.
+        None if there is nothing to compute, if the step needs logits, drafts, or the tokens of `after`, or if drafts
+        will need what `after` returns.
         """
+        if after and after.is_read:
+            return None
         speculates, running = self._speculation.active, self._scheduler.running
         if speculates and any(request.sequence.decodes for request in running):
             return None
@@ -52,11 +55,16 @@ class StepRunner:
         rows = plan.rows()
         if speculates and any(row.outputs for row in rows):
             return None
+        is_read = self._speculation.rest(plan)
+        if is_read and plan.steps > 1:
+            return None
         started = self.timer.begin(plan)
         wait = self._executor.start(rows, plan.steps, self._sampling_inputs(plan, rows))
+        if not is_read:
+            self._speculation.note_rows(plan.requests, rows, plan.steps)
         if after is None:
             self.timer.note_gap(plan, time.monotonic())  # the executor was idle until here
-        return PendingStep.begin(plan, rows, wait, started)
+        return PendingStep.begin(plan, rows, wait, started, is_read)
 
     def finish(self, step: PendingStep) -> list[Update]:
         """Wait for a pending step, and append its tokens."""
@@ -65,7 +73,10 @@ class StepRunner:
         now = self.timer.end()
         self.timer.note_pending(step.plan, step.decoding, waited_from, now - began)
         step.end()
-        return self._postprocessor.append_all(step.plan, step.rows, tokens, now)
+        updates = self._postprocessor.append_all(step.plan, step.rows, tokens, now)
+        if step.is_read:
+            self._speculation.note_rows(step.plan.requests, step.rows)
+        return updates
 
     # ---- steps that the host waits for ----------------------------------------------------------
 
@@ -83,8 +94,7 @@ class StepRunner:
             if plan.decoding:
                 steps = self.timer.steps.count(len(self._scheduler.running))
                 plan = self._scheduler.extend(plan, min(steps, choice.most or steps))
-        if plan.decoding:
-            self._speculation.rest(plan)
+        self._speculation.rest(plan)
         if plan.steps > 1:
             return self._run_multi_step(plan, started)
         return self._run_step(plan, started, (), ())

@@ -73,10 +73,10 @@ class Speculation:
         if self.drafter:
             self.drafter.settle(request)
 
-    def rest(self, plan: StepPlan) -> None:
-        """The executor's next call decodes the requests of `plan` without drafts."""
-        if self.drafter:
-            self.drafter.rest(plan.requests)
+    def rest(self, plan: StepPlan) -> bool:
+        """The executor's next call runs `plan` without drafts. Returns whether the drafter reads what it returns: see
+        `Drafter.rest`."""
+        return self.drafter is not None and self.drafter.rest(plan.decoding)
 
     def note_rows(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int = 1) -> None:
         """Note that the executor has computed rows, and that the tokens after them are appended."""

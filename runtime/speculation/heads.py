@@ -117,10 +117,11 @@ class HeadSpeculator(Speculator):
         first, features = self._of(request)
         self._known[request.id] = TargetFeatures(first, features[: max(0, request.sequence.computed - first)])
 
-    def rest(self, requests: Sequence[Request]) -> None:
-        self._resting = self._undrafted >= _REST_AFTER
+    def rest(self, decoding: bool) -> bool:
+        self._resting = decoding and self._undrafted >= _REST_AFTER
         if self._resting:
             self._target.return_features(False)
+        return not self._resting
 
     def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
         self._undrafted += steps

@@ -79,8 +79,9 @@ class Reencoder:
     def settle(self, request: Request) -> None:
         """After verification: nothing to do, as `propose` compares the cache with the text."""
 
-    def rest(self, requests: Sequence[Request]) -> None:
-        """A call without drafts follows: nothing to do."""
+    def rest(self, decoding: bool) -> bool:
+        """A call without drafts follows: the draft needs nothing of it."""
+        return False
 
     def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
         """The target has computed rows: nothing to note, as the draft reads the text alone."""

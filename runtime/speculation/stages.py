@@ -76,8 +76,12 @@ class Drafter(Protocol):
     def settle(self, request: Request) -> None:
         """A step has verified drafts of the request, or has appended a token without drafts."""
 
-    def rest(self, requests: Sequence[Request]) -> None:
-        """The target's next call decodes these requests without drafts."""
+    def rest(self, decoding: bool) -> bool:
+        """The target's next call has no drafts; with `decoding`, all its requests decode.
+
+        Returns whether `note` reads what that call returns, and so must come before the call after it. If not, `note`
+        may come as soon as the call has started.
+        """
 
     def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
         """The target has computed `rows`, one for each request, or the rows of `steps` decode steps from these on.
@@ -133,8 +137,9 @@ class Speculator:
         cached = request.drafts.cached
         cached[:] = [min(positions, request.sequence.computed) for positions in cached]
 
-    def rest(self, requests: Sequence[Request]) -> None:
-        """A call without drafts follows: nothing to do, as drafts need nothing of it."""
+    def rest(self, decoding: bool) -> bool:
+        """A call without drafts follows: drafts need nothing of it."""
+        return False
 
     def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:
         """The target has computed rows: nothing to note, as drafts read the text alone."""

@@ -80,13 +80,13 @@ def rows_filled(machine: Any) -> list[tuple[int, list[int], Any]]:
 def interpret_heads(folder: str) -> None:
     """Several gammas and requests at once, greedy and drawn, one of them cancelled, with plain steps between rounds.
 
-    In the second plain step, the target rests.
+    The host does not wait for the plain steps. In the second one, the target rests.
     """
     from tests.support.gpu_machine import HostLaunch
 
     machine, paths = opened(Path(folder)), [Path(folder) / name for name in ("model", "head")]
     made = drafts_of_rounds(machine)
-    launched, featured = list[str](), list[int]()
+    launched, featured, late = list[str](), list[int](), list[bool]()
     HostLaunch.watch = staticmethod(launched.append)
 
     def generate(gamma: int, prompts: Sequence[list[int]], plain: int = 1, **options: Any) -> list[list[int]]:
@@ -100,6 +100,7 @@ def interpret_heads(folder: str) -> None:
             launched.clear()
             engine.step()
             featured.append(sum(label.startswith("write_features") for label in launched))
+            late.append(engine._pending is not None)
         if stray:
             engine.cancel(stray)
         return machine.run(engine, requests)
@@ -108,10 +109,12 @@ def interpret_heads(folder: str) -> None:
     filled = rows_filled(machine)
     plain, random = generate(0, PROMPTS), generate(0, [LONG], **drawn)
     featured.clear()
+    late.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qcompile.runtime.speculation.heads._REST_AFTER", 1)
         assert generate(1, PROMPTS[:1], plain=2, max_tokens=9)[0][:6] == plain[0]
     assert featured == [1, 3, 1, 0, 4], featured  # also where the head's cache is filled, and after the rest
+    assert late == [False, False, True, True, False]
     assert generate(4, PROMPTS) == plain
     filled.clear()
     assert generate(2, [LONG], **drawn) == random
