@@ -41,7 +41,8 @@ def mtp_graph(source: MtpSource, origin: str) -> Graph:
     the model at the position before, or of the module. Its output is logits [B, T, V]. The embedding and the output
     head are the model's, and keep their names.
 
-    Raises UnsupportedError, with the node, if the layer reads more than the residual stream.
+    Raises UnsupportedError, with the node, if the layer reads more than the residual stream, UsageError if the module
+    has another width than the model.
     """
     return _Cut(source, origin).graph()
 
@@ -63,6 +64,7 @@ class _Cut:
         ids, positions, features = (graph.fx.placeholder(name) for name in INPUTS)
         begin, end = self._layer()
         width = begin.meta["val"].shape[-1]
+        self.source.checkpoint.require(self.source.module.roles[roles.HIDDEN_NORM], (width,))
         for node, kind in ((ids, torch.int64), (positions, torch.int64)):
             node.meta["val"] = torch.empty(2, 7, dtype=kind, device="meta")
         features.meta["val"] = torch.empty(2, 7, width, device="meta")

@@ -268,7 +268,9 @@ def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions
         files = _small_files(planned) | kept | {RECIPE_FILE: schedule.recipe.text()}
         if isinstance(model, (str, Path)):
             info = graphs[-1].info
-            graphs[-1].info = replace(info, remarks=(*info.remarks, *remarks.of_files(find(model), kept)))
+            graphs[-1].info = replace(
+                info, remarks=(*drafts.remarks(info.remarks), *remarks.of_files(find(model), kept))
+            )
         named = Path(graphs[-1].info.name) if isinstance(model, (str, Path)) else model
         told = {"command": _command(named, schedule, drafts, options), "versions": describe.makers()}
         report = canonical_json(_report(planned, schedule) | told)

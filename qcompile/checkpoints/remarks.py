@@ -12,6 +12,7 @@ from qcompile.errors import shown
 from qcompile.heads.mtp_files import module_tensors
 
 _FLOATS = ("F32", "F16", "BF16")
+_MODULE = "a module for multi-token prediction"
 
 
 def of_tokens(stated: Mapping[str, Collection[int]], size: int) -> Iterator[str]:
@@ -27,11 +28,16 @@ def of_tensors(checkpoint: Checkpoint, unused: Collection[str]) -> Iterator[str]
     modules = module_tensors(checkpoint) & set(unused)
     if modules:
         size = sum(checkpoint.entries[name].bytes for name in modules)
-        yield f"a module for multi-token prediction ({size:,} bytes) is no part of the model: `--draft mtp` drafts"
+        yield f"{_MODULE} ({size:,} bytes) is no part of the model: `build --draft mtp` drafts with it"
     if others := [name for name in unused if name not in modules]:
         size = sum(checkpoint.entries[name].bytes for name in others)
         count, first = len(others), shown(others[0])
         yield f"{count:,} stored tensors ({size:,} bytes) belong to no weight of the model: {first} for example"
+
+
+def without_module(said: Collection[str]) -> tuple[str, ...]:
+    """The remarks `said` of a model of which the module for multi-token prediction drafts."""
+    return tuple(remark for remark in said if not remark.startswith(_MODULE))
 
 
 def of_types(checkpoint: Checkpoint) -> Iterator[str]:

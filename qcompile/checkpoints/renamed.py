@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from qcompile.checkpoints.checkpoint import Checkpoint
+from qcompile.checkpoints.checkpoint import Checkpoint, require_finite
 
 Result = TypeVar("Result")
 
@@ -27,6 +27,12 @@ class RenamedCheckpoint(Checkpoint):
         self.values_read = True
         self._read.add(name)
         return self.inner.raw(self.sources.get(name, name))
+
+    def load(self, name: str) -> Tensor:
+        """As for any checkpoint; an error has the name by which the tensor is stored."""
+        value = self.raw(name).to(torch.float32)
+        require_finite(self.sources.get(name, name), value)
+        return value
 
     def in_few_bits(self, name: str) -> bool:
         return self.inner.in_few_bits(self.sources.get(name, name))

@@ -18,6 +18,7 @@ import torch
 from qcompile import ops
 from qcompile.artifact.describe import KernelFiles
 from qcompile.calibration import Calibration, CalibrationSource
+from qcompile.checkpoints import remarks
 from qcompile.checkpoints.tokenizer_files import other_tokenizer
 from qcompile.clock import Clock
 from qcompile.codegen.lower import lower
@@ -162,7 +163,7 @@ class Drafts:
         heads = [draft for draft in named if draft == MTP or is_head(Path(draft))]
         if heads:
             lookup, own = LOOKUP in listed, heads[0] == MTP
-            check_company(heads[0], passes.target, bool(recipe) or len(models) > 1, lookup)
+            check_company(heads[0], passes.target, bool(recipe), len(models) > 1, lookup)
             source: HeadSource = ModuleSource.of(model) if own else EagleSource(HeadFile.open(Path(heads[0])))
             return Drafts(recipe, (), passes.separate, lookup, HeadDraft(source, passes.head, passes.target))
         return Drafts(recipe, models, passes.separate, LOOKUP in listed)
@@ -180,6 +181,11 @@ class Drafts:
         if self.recipe:
             return "drafts of a recipe, which share the model's weights,"
         return f"drafts on {kind} targets" if self.any and kind != "cpu" else ""
+
+    def remarks(self, said: tuple[str, ...]) -> tuple[str, ...]:
+        """The remarks `said` of the target, but for that on a module which drafts."""
+        used = self.head is not None and isinstance(self.head.source, ModuleSource)
+        return remarks.without_module(said) if used else said
 
     def of_target(self, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
         """`passes` of the target model, and that by which it returns what a draft head reads."""
@@ -280,8 +286,13 @@ class HeadDraft:
         return DraftPath(self.name, program, own, done, False, *SEPARATE_DRAFT, tokens=packed)
 
 
-def check_company(head: str | Path, target: Target, others: bool, lookup: bool) -> None:
-    """Raise UnsupportedError if `head` cannot draft among `others`, or not before a lookup on `target`."""
+def check_company(head: str | Path, target: Target, recipe: bool, others: bool, lookup: bool) -> None:
+    """Raise UnsupportedError if `head` cannot draft among a `recipe`'s drafts or `others`, or lookup on `target`."""
+    if recipe:
+        raise UnsupportedError(
+            f"draft {head} is a draft head, and the recipe has a draft of its own: "
+            "take a recipe without one, such as w8a8"
+        )
     if lookup and target.kind != "cpu":
         raise UnsupportedError(f"draft {head} is a draft head: no drafts follow a head on {target.name} yet")
     if others:

@@ -102,6 +102,8 @@ class MtpModule:
         if missing := next((named[role] for role in ROLES if role not in roles), None):
             raise UsageError(f"draft mtp: tensor {missing} is missing from {directory}")
         width = checkpoint.entries[roles[HIDDEN_NORM]].shape
+        if len(width) != 1:
+            raise UsageError(f"tensor {roles[HIDDEN_NORM]} has shape {list(width)}, a norm needs a number per feature")
         for role, shape in {FUSION: (*width, 2 * width[0]), EMBEDDING_NORM: width, FINAL_NORM: width}.items():
             checkpoint.require(roles[role], shape)
         begin = place + naming.layer
@@ -132,4 +134,4 @@ def _like(checkpoint: Checkpoint, begin: str, own: list[str]) -> str:
             checkpoint.entries[other + name].shape == checkpoint.entries[begin + name].shape for name in own
         ):
             return other
-    raise UnsupportedError(f"draft mtp: no layer of the model has the tensors of {begin}*, or in other shapes")
+    raise UnsupportedError(f"draft mtp: no layer of the model has the tensors of {begin}* in the same shapes")

@@ -111,6 +111,37 @@ def test_a_layer_like_none_of_the_model_is_refused(checkpoint: Callable[[str], P
         plan(str(path), drafts="mtp")
 
 
+@pytest.mark.parametrize(
+    ("shape", "told"), [((), r"shape \[\], a norm needs"), ((40,), r"shape \[40\], the model needs \[48\]")]
+)
+def test_norms_of_another_shape_are_refused(
+    shape: tuple[int, ...], told: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def narrow(name: str, value: Tensor) -> Tensor:
+        if name.endswith(("token_layernorm.weight", "hidden_layernorm.weight", "final_layernorm.weight")):
+            return torch.ones(shape)
+        return value[:40, :80].contiguous() if name.endswith("input_proj.weight") else value
+
+    path = changed(checkpoint("mimo"), tmp_path, narrow)
+    with pytest.raises(UsageError, match=f"tensor model.mtp_layers.0.hidden_layernorm.weight has {told}"):
+        raised(path)
+
+
+@pytest.mark.parametrize("stored", ["mlp.up_proj", "final_layernorm"])
+def test_damage_is_told_by_the_name_that_the_file_has(
+    stored: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The model's own tensors, in place of which they are read, are intact."""
+
+    def damaged(name: str, value: Tensor) -> Tensor:
+        return value * torch.nan if name == f"model.mtp_layers.0.{stored}.weight" else value
+
+    weights = raised(changed(checkpoint("mimo"), tmp_path, damaged)).weights
+    with pytest.raises(UsageError, match=rf"weight model.mtp_layers.0.{stored}.weight holds NaN"):
+        for entry in weights.entries.values():
+            entry.load()
+
+
 @pytest.mark.parametrize("own", ["shared_head.head", pytest.param("embed_tokens", marks=pytest.mark.exhaustive)])
 def test_an_output_head_of_its_own_is_refused(own: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     def doubled(name: str, value: Tensor) -> Tensor:
@@ -149,6 +180,8 @@ def test_a_module_is_a_part_of_a_checkpoint() -> None:
 def test_the_build_tells_of_a_module_that_it_leaves_out(checkpoint: Callable[[str], Path]) -> None:
     remarks = plan(str(checkpoint("mimo"))).graphs[0].info.remarks
     assert any("--draft mtp" in remark for remark in remarks) and not any("belong to no" in r for r in remarks)
+    remarks = plan(str(checkpoint("mimo")), drafts="mtp").graphs[-1].info.remarks
+    assert not any("--draft mtp" in remark for remark in remarks)
 
 
 def changed(path: Path, folder: Path, change: Callable[[str, Tensor], Tensor | None]) -> Path:

@@ -155,7 +155,8 @@ def test_weights_that_are_refused(head: Path) -> None:
     ("options", "message"),
     [
         ({"target": "h200", "more": ["lookup"]}, "no drafts follow a head on h200 yet"),
-        ({"recipe": "nested"}, "only lookup can follow it"),
+        ({"recipe": "nested"}, "the recipe has a draft of its own"),
+        ({"more": ["another"]}, "only lookup can follow it"),
         ({"options": {"reorder.enabled": "true"}}, "which reorder changes"),
         ({"options": {"cache.format": "kv_hier"}}, "do not draft over hierarchical caches"),
     ],

@@ -34,6 +34,8 @@ BYTES = {
 """Types of codes of 8 bits, by the name of quanto's type."""
 BITS = {"qint4": 4, "qint2": 2}
 """Bits of a code of other types."""
+NONE = "none"
+"""The type of weights that are left as they are."""
 SCALES = (".input_scale", ".output_scale")
 
 
@@ -44,19 +46,25 @@ def quanto(quantization: dict[str, Any]) -> Find:
 
 def _find(checkpoint: StoredCheckpoint) -> None:
     for module, stated in read_json(checkpoint.directory / MAP).items():
-        kind = stated.get("weights") if isinstance(stated, dict) else None
+        kind = _kind(checkpoint, module, stated)
         if kind in BYTES:
             _add_bytes(checkpoint, f"{module}.weight", BYTES[kind])
         elif kind in BITS:
             _add_groups(checkpoint, f"{module}.weight", BITS[kind])
-        elif kind != "none":
-            raise UnsupportedError(
-                f"{checkpoint.directory / MAP}: weights of {shown(module)} are {shown(kind)}; "
-                f"{', '.join((*BYTES, *BITS))} are read"
-            )
         for end in SCALES:
             checkpoint.entries.pop(module + end, None)
     require_none_left(checkpoint, (".weight._data", ".weight._data._data", ".weight._scale", ".weight._shift"))
+
+
+def _kind(checkpoint: StoredCheckpoint, module: str, stated: Any) -> str:
+    """The type of a module's weights, as `stated` in MAP. Raises UnsupportedError unless it is one that is read."""
+    kind = stated.get("weights") if isinstance(stated, dict) else None
+    if kind in (*BYTES, *BITS, NONE):  # compared, not hashed: JSON may have a list in its place
+        return str(kind)
+    wrong = shown(kind) if isinstance(stated, dict) else f"stated by {shown(stated)}"
+    raise UnsupportedError(
+        f"{checkpoint.directory / MAP}: weights of {shown(module)} are {wrong}; {', '.join((*BYTES, *BITS))} are read"
+    )
 
 
 def _add_bytes(checkpoint: StoredCheckpoint, name: str, kind: torch.dtype) -> None:

@@ -23,7 +23,7 @@ from tests.support.make_quanto import WAYS
 STORED = FILES / "quanto.safetensors"
 FACTS: dict[str, Any] = json.loads((FILES / "quanto.json").read_text())
 Tensors = dict[str, Tensor]
-Map = dict[str, dict[str, str]]
+Map = dict[str, Any]
 
 
 def folder(path: Path, tensors: Tensors, table: Map) -> Path:
@@ -62,13 +62,15 @@ def drop(name: str) -> Callable[[Tensors, Map], object]:
     return lambda tensors, table: tensors.pop(name)
 
 
-def said(module: str, kind: str) -> Callable[[Tensors, Map], object]:
+def said(module: str, kind: Any) -> Callable[[Tensors, Map], object]:
     return lambda tensors, table: table.update({module: {"weights": kind}})
 
 
 CODES, SCALE = "odd_groups.weight._data._data", "odd_groups.weight._scale"
 REFUSED: dict[str, tuple[Callable[[Tensors, Map], object], type[QCompileError], str]] = {
     "another type": (said("bytes", "qfloat8_e4m3fnuz"), UnsupportedError, "weights of 'bytes' are 'qfloat8_e4m3fnuz'"),
+    "a type in a list": (said("bytes", ["qint8"]), UnsupportedError, r"weights of 'bytes' are \['qint8'\]; qint8, "),
+    "no types": (lambda tensors, table: table.update(bytes=5), UnsupportedError, "are stated by 5; qint8, "),
     "a wrong type": (said("bytes", "qint4"), UsageError, r"bytes.weight._data._data is missing"),
     "no codes": (drop(CODES), UsageError, f"{CODES} is missing"),
     "no scales": (drop("bytes.weight._scale"), UsageError, "bytes.weight._scale is missing"),
