@@ -16,6 +16,7 @@ from qcompile.runtime.request import Request
 from qcompile.runtime.sampling import accept
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.inputs import GREEDY, SamplingInputs
+from qcompile.runtime.speculation.measurements import GammaChoice
 from qcompile.runtime.step import Rows, StepExecutor
 
 
@@ -28,6 +29,7 @@ class StepRunner:
         self._executor, self._scheduler, self._postprocessor = executor, scheduler, postprocessor
         self._speculation = speculation
         self.timer = CallTimer()
+        self._choice: GammaChoice | None = None  # made by `start`, which has left the step to `run`
 
     @property
     def steps(self) -> int:
@@ -45,16 +47,19 @@ class StepRunner:
         if after and after.is_read:
             return None
         speculates, running = self._speculation.active, self._scheduler.running
-        if speculates and any(request.sequence.decodes for request in running):
-            return None
+        self._choice = None
+        if speculates and (after or not self._speculation.chooser) and any(r.sequence.decodes for r in running):
+            return None  # it has drafts, or a choice that follows from the time and the tokens of `after`
         plan = self._scheduler.schedule(self.steps)
         if plan is None or any(request.params.needs_logits(self._executor.samples) for request in plan.requests):
             return None
         if after and not all(r.sampler.foresees and r.prompt_report.complete for r in running):
             return None
+        if speculates and plan.outputs:
+            plan = self._without_drafts(plan)
+            if plan is None:
+                return None
         rows = plan.rows()
-        if speculates and any(row.outputs for row in rows):
-            return None
         is_read = self._speculation.rest(plan)
         if is_read and plan.steps > 1:
             return None
@@ -66,13 +71,27 @@ class StepRunner:
             self.timer.note_gap(plan, time.monotonic())  # the executor was idle until here
         return PendingStep.begin(plan, rows, wait, started, is_read)
 
+    def _without_drafts(self, plan: StepPlan) -> StepPlan | None:
+        """`plan` as a call of plain steps; None if it may have drafts, or if not all its requests decode."""
+        if not (self._speculation.chooser and plan.decoding):
+            return None
+        self._choice = choice = self._speculation.choose(plan)
+        return None if choice.gamma else self._extend(plan, choice)
+
+    def _extend(self, plan: StepPlan, choice: GammaChoice) -> StepPlan:
+        """`plan` with as many plain steps as a call should have, and at most as many as were chosen."""
+        steps = self.timer.steps.count(len(self._scheduler.running))
+        return self._scheduler.extend(plan, min(steps, choice.most or steps))
+
     def finish(self, step: PendingStep) -> list[Update]:
         """Wait for a pending step, and append its tokens."""
         waited_from, began = time.monotonic(), max(step.started, self.timer.ended)
         tokens = step.result()
         now = self.timer.end()
-        self.timer.note_pending(step.plan, step.decoding, waited_from, now - began)
+        seconds = self.timer.note_pending(step.plan, step.decoding, waited_from, now - began)
         step.end()
+        if step.decoding and step.plan.decoding:  # else a request was cancelled meanwhile
+            self._speculation.note_steps(step.plan, seconds)
         updates = self._postprocessor.append_all(step.plan, step.rows, tokens, now)
         if step.is_read:
             self._speculation.note_rows(step.plan.requests, step.rows)
@@ -85,15 +104,14 @@ class StepRunner:
         started = self.timer.begin(plan)
         self.timer.note_gap(plan, started)
         if self._speculation.active:
-            choice = self._speculation.choose(plan)
+            choice, self._choice = self._choice or self._speculation.choose(plan), None
             gammas = self._speculation.gammas(plan, choice.gamma)
             if any(gammas) and self._speculation.in_one_call(plan):
                 return self._run_rounds(plan, gammas, started, choice.most)
             if any(gammas):
                 return self._run_step(plan, started, self._speculation.drafts(plan, gammas), gammas)
             if plan.decoding:
-                steps = self.timer.steps.count(len(self._scheduler.running))
-                plan = self._scheduler.extend(plan, min(steps, choice.most or steps))
+                plan = self._extend(plan, choice)
         self._speculation.rest(plan)
         if plan.steps > 1:
             return self._run_multi_step(plan, started)

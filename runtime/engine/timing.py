@@ -74,12 +74,16 @@ class CallTimer:
         if plan.decoding and self.ended:
             self.steps.note_gap(len(plan.requests), started - self.ended)
 
-    def note_pending(self, plan: StepPlan, decoding: bool, waited_from: float, seconds: float) -> None:
+    def note_pending(self, plan: StepPlan, decoding: bool, waited_from: float, seconds: float) -> float:
         """Note an asynchronous call of `seconds` in all, for which the host has waited since `waited_from`.
 
-        If the host hardly waited, the call may have ended long before: it took at most `seconds`.
+        If the host hardly waited, the call may have ended long before: it took at most `seconds`. Returns the seconds
+        that it took, as far as is known.
         """
         batch, each = len(plan.requests), seconds / plan.steps
         known = self.steps.step_seconds.get(batch)
-        if decoding and (self.ended - waited_from > _WAITED or known is None or each < known):
+        if self.ended - waited_from <= _WAITED and known is not None and each >= known:
+            return known * plan.steps
+        if decoding:
             self.steps.note_step(batch, each)
+        return seconds
