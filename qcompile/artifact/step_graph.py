@@ -21,7 +21,7 @@ from qcompile import check, ops
 from qcompile.artifact.hashes import listed_file
 from qcompile.artifact.layout import ADAPTERS_FILE, Manifest
 from qcompile.artifact.packed_weights import STEP
-from qcompile.errors import ArtifactError, QCompileError, UnsupportedError, escaped
+from qcompile.errors import ArtifactError, QCompileError, UnsupportedError, UsageError, escaped
 from qcompile.formats.floats import TABLE_TYPES
 from qcompile.formats.kv import PAGE_TOKENS
 from qcompile.formats.states import StateLayout
@@ -56,6 +56,7 @@ def read_step(root: Path, manifest: Manifest) -> Graph:
     with foreign_graph(root):
         graph = _graph(json.loads(content), manifest)
         _check_words(graph)
+        _check_places(graph)
         _check_operators(root, graph)
         _check_tables(root, graph)
         inputs = _inputs(graph)
@@ -69,12 +70,12 @@ def read_step(root: Path, manifest: Manifest) -> Graph:
 
 @contextmanager
 def foreign_graph(root: Path) -> Iterator[None]:
-    """Makes any exception that a graph of somebody else leads to an ArtifactError."""
+    """Makes any exception that a graph of somebody else leads to an ArtifactError; the user has not caused it."""
     try:
         yield
-    except QCompileError:
-        raise
     except Exception as error:
+        if isinstance(error, QCompileError) and not isinstance(error, UsageError):
+            raise
         line = escaped(f"{type(error).__name__}: {error}".partition("\n")[0][:200])
         raise ArtifactError(f"{root}: {STEP} does not fit together: {line}") from error
 
@@ -134,6 +135,13 @@ def _check_words(graph: Graph) -> None:
         for item in _items(list(node.args)):
             if isinstance(item, str) and not _WORD.fullmatch(item):
                 raise ValueError(f"node {node.name} has an operand {item!r}")
+
+
+def _check_places(graph: Graph) -> None:
+    """Raise ValueError for a whole number below 0: references count such places from the end, kernels do not."""
+    for node in graph.nodes:
+        if below := [item for item in _items(list(node.args)) if type(item) is int and item < 0]:
+            raise ValueError(f"node {node.name} has an operand {below[0]}")
 
 
 def _items(value: Any) -> Iterator[Any]:

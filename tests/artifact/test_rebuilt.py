@@ -19,7 +19,7 @@ from qcompile.artifact.packed_weights import STEP
 from qcompile.artifact.reader import read_manifest
 from qcompile.cli.options import Building
 from qcompile.codegen.cpu import compiler
-from qcompile.errors import ArtifactError, QCompileError, UnsupportedError
+from qcompile.errors import ArtifactError, UnsupportedError
 from tests.cli.test_app import Capture, code_of, refusal
 
 Build = Callable[[str], Path]
@@ -139,6 +139,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
         r"layers \[0, 0.* of the cache are written",
     ),
     "more heads in the cache": (lambda graph: wider(graph, "step_cache", 3, 1), "does not fit its cache"),
+    "a layer before the first of the cache": (
+        lambda graph: node(graph, "kv_attention")["args"].__setitem__(5, -1),
+        "kv_attention.* has an operand -1",
+    ),
     "fewer layers in the cache": (lambda graph: wider(graph, "step_cache", 0, -1), "does not fit together"),
     "a size that is no number": (
         lambda graph: node(graph, "step_cache").update(shapes=[[["x"] * 5, "float32"]]),
@@ -159,7 +163,7 @@ def test_a_graph_that_does_not_fit_is_refused(name: str, copy: Path) -> None:
     change(graph)
     (copy / STEP).write_text(json.dumps(graph))
     sealed_again(copy, STEP)
-    with pytest.raises(QCompileError, match=reason):
+    with pytest.raises(ArtifactError, match=reason):
         qcompile.rebuild(copy)
 
 
