@@ -14,7 +14,7 @@ from typing import NamedTuple
 from qcompile.runtime.engine.plan import StepPlan
 from qcompile.runtime.options import AUTO
 from qcompile.runtime.request import Request
-from qcompile.runtime.speculation.controller import GammaChoice, GammaController
+from qcompile.runtime.speculation.controller import DraftLag, GammaChoice, GammaController
 from qcompile.runtime.speculation.stages import Drafter, Speculator
 from qcompile.runtime.step import Rows, StepExecutor
 
@@ -90,7 +90,11 @@ class Speculation:
         if self.gamma != AUTO or self.controller is None:
             return GammaChoice(self.gamma)
         decoding = [request for request in plan.requests if request.sequence.decodes]
-        return self.controller.choose(decoding, self.in_one_call(plan)) if decoding else GammaChoice(0)
+        if not decoding:
+            return GammaChoice(0)
+        rows = self.drafter.behind(decoding) if self.drafter else 0
+        left = sum(request.call_length - len(request.sequence.tokens) for request in decoding) / len(decoding)
+        return self.controller.choose(decoding, self.in_one_call(plan), DraftLag(rows, left))
 
     def in_one_call(self, plan: StepPlan) -> bool:
         """Whether several steps or rounds of `plan` can be one call of the drafter."""

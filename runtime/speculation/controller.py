@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from qcompile.runtime.outputs import SpeculationMetrics
 from qcompile.runtime.request import Request
 from qcompile.runtime.speculation.costs import MAX_ACCEPTANCE, MIN_GAIN, SpeculationPrior, expected_tokens
 from qcompile.runtime.speculation.latency import LatencyModel
-from qcompile.runtime.speculation.measurements import GammaChoice, Measurements, net_seconds
+from qcompile.runtime.speculation.measurements import TRIAL_SHARE, GammaChoice, Measurements, net_seconds
 
 _PRIOR_TOKENS = 8.0
 """Weight of the other requests' acceptance in a request's own, in drafted tokens."""
@@ -28,16 +29,34 @@ _MEMORY_TOKENS = 512.0
 _MIN_KEEP_PROBABILITY = 0.1
 """With several requests, a request drafts only tokens that are accepted with at least this probability."""
 
+_FEW_ROWS = 64
+"""Fewest rows of which the filling tells what a row takes: with fewer, a step of drafts takes as long as for one."""
+
 _YIELD_RATE, _MAX_YIELD = 0.05, 3.0
 """Weight of one call in the moving average of `Measurements.yields`; that call's ratio is limited to this and its
 inverse."""
+
+
+class DraftLag(NamedTuple):
+    """What must be done before drafts: `rows` that their own caches lack, for requests with `left` tokens to come.
+
+    left: the mean of the requests.
+    """
+
+    rows: int = 0
+    left: float = math.inf
+
+
+NO_LAG = DraftLag()
+"""Nothing to do, as for drafts that share the target's cache."""
 
 
 class GammaController:
     """Chooses gamma for each call from the steps and rounds measured so far.
 
     `seconds` is all the time measured, `lost` the part of it by which trials, and rounds that were too slow, took
-    longer than the choice known to be faster would have taken for as many tokens.
+    longer than the choice known to be faster would have taken for as many tokens. `owed` are the seconds of filling
+    the drafts' own caches for trials that the share of the time for trials has not paid yet: until then there are none.
     """
 
     def __init__(self, prior: SpeculationPrior) -> None:
@@ -45,6 +64,9 @@ class GammaController:
         self._measurements: dict[tuple[bool, int], Measurements] = {}
         self._kept, self._tried = prior.acceptance * _MEMORY_TOKENS / 8, _MEMORY_TOKENS / 8
         self._drafted = False
+        self._lag = NO_LAG
+        self._row_seconds = 0.0  # of filling the drafts' own caches, as it was last measured
+        self.owed = 0.0
         self.seconds = self.lost = 0.0
 
     @property
@@ -63,9 +85,12 @@ class GammaController:
         tried = state.kept + state.missed + _PRIOR_TOKENS
         return min((state.kept + _PRIOR_TOKENS * self.acceptance) / tried, MAX_ACCEPTANCE)
 
-    def choose(self, requests: Sequence[Request], whole: bool) -> GammaChoice:
-        """What requests that are all decoding run next. whole: many steps or rounds are one call."""
-        measured = self.measurements(requests, whole)
+    def choose(self, requests: Sequence[Request], whole: bool, lag: DraftLag = NO_LAG) -> GammaChoice:
+        """What requests that are all decoding run next. whole: many steps or rounds are one call.
+
+        Rounds begin only where they are expected to save the time that filling the drafts' own caches takes.
+        """
+        measured, self._lag = self.measurements(requests, whole), lag
         if not measured.plain or not measured.costs.rounds:
             return GammaChoice(0)
         plain, rounds, latency = measured.costs.plain, measured.costs.rounds, measured.latency
@@ -77,7 +102,10 @@ class GammaController:
             best = before
         if gains[best] <= (0.0 if before else MIN_GAIN):
             measured.gamma = 0
-            return measured.rounds_trial(tokens, gains) or GammaChoice(0)
+            return (None if self.owed else measured.rounds_trial(tokens, gains)) or GammaChoice(0)
+        saved = lag.left * measured.plain * (1 - math.exp(-gains[best]))
+        if not before and (lag.rows * self._row_seconds > saved or (self.owed and not measured.tried)):
+            return GammaChoice(0)
         measured.gamma, measured.gain = best, math.exp(gains[best])
         if not before:
             return measured.first_rounds(best)
@@ -118,7 +146,7 @@ class GammaController:
             loss = seconds * (1 - 1 / measured.gain)
             measured.budget -= loss
             self.lost += loss
-        measured.save(seconds)
+        self._save(measured, seconds)
 
     def note_rounds(
         self, requests: Sequence[Request], whole: bool, gamma: int, rounds: int, seconds: float, tokens: float
@@ -139,15 +167,26 @@ class GammaController:
         measured.yields += _YIELD_RATE * (min(max(ratio, 1 / _MAX_YIELD), _MAX_YIELD) - measured.yields)
         if gamma != measured.gamma:  # a trial
             measured.budget -= loss
-        measured.save(seconds)
+        self._save(measured, seconds)
 
     def note_catch_up(self, requests: Sequence[Request], whole: bool, gamma: int, seconds: float) -> None:
-        """Note the time that filling the drafts' own caches took before rounds. In a trial it is lost."""
+        """Note the time that filling the drafts' own caches took before rounds.
+
+        In a trial it is lost, as before the first rounds of a kind, which are of no more than an expected gain.
+        """
         measured = self.measurements(requests, whole)
         self.seconds += seconds
-        if gamma != measured.gamma:
-            measured.budget -= seconds
+        if self._lag.rows >= _FEW_ROWS:
+            self._row_seconds = seconds / self._lag.rows
+        if gamma != measured.gamma or not measured.tried:
+            self.owed += seconds
             self.lost += seconds
+
+    def _save(self, measured: Measurements, seconds: float) -> None:
+        """Put the trials' share of `seconds` into what is owed, and the rest into the budget of a kind of work."""
+        paid = min(self.owed, TRIAL_SHARE * seconds)
+        self.owed -= paid
+        measured.save(seconds - paid / TRIAL_SHARE)
 
     def note_finished(self, metrics: SpeculationMetrics) -> None:
         """Add the drafts of a request that has ended to the acceptance expected of new ones."""

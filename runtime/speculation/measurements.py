@@ -37,7 +37,7 @@ _MIN_TRIAL_ROUNDS = 2
 _MAX_TRIAL_STEPS = 12.0
 """Longest trial of rounds, in plain steps' time: rounds may have become far slower since they were last measured."""
 
-_TRIAL_SHARE = 0.01
+TRIAL_SHARE = 0.01
 """Share of the time that trials may cost."""
 
 _MAX_BUDGET = 3.0
@@ -119,7 +119,7 @@ class Measurements:
     def save(self, seconds: float) -> None:
         """Add the trials' share of `seconds` to the budget."""
         most = _MAX_BUDGET * self.plain
-        self.budget = min(max(self.budget, -most) + _TRIAL_SHARE * seconds, most)
+        self.budget = min(max(self.budget, -most) + TRIAL_SHARE * seconds, most)
 
     # ---- trials ---------------------------------------------------------------------------------
 

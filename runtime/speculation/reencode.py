@@ -72,6 +72,10 @@ class Reencoder:
         """The most tokens that can be drafted for each of `requests` requests."""
         return min(MOST_DRAFTS - 1, self.executor.limits.max_outputs // requests - 2)
 
+    def behind(self, requests: Sequence[Request]) -> int:
+        """None are known: a text that is encoded anew may share any beginning with the one in the cache."""
+        return 0
+
     def start(self, request: Request) -> None:
         """Prepare the state of a new request."""
         self._texts[request.id] = _EncodedText()

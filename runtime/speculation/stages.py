@@ -70,6 +70,9 @@ class Drafter(Protocol):
     def most(self, requests: int) -> int:
         """The most tokens that can be drafted for each of `requests` requests."""
 
+    def behind(self, requests: Sequence[Request]) -> int:
+        """Positions of `requests` that the drafts' own caches lack."""
+
     def start(self, request: Request) -> None:
         """Prepare the state of a new request."""
 
@@ -127,6 +130,11 @@ class Speculator:
     def most(self, requests: int) -> int:
         """The most tokens that can be drafted for each of `requests` requests."""
         return min(MOST_DRAFTS - 1, self.target.limits.max_outputs // requests - 2)
+
+    def behind(self, requests: Sequence[Request]) -> int:
+        """Positions of `requests` that the drafts' own caches lack."""
+        own = [index for index, stage in enumerate(self.stages) if stage.executor and not stage.shares_cache]
+        return sum(max(0, each.sequence.computed - each.drafts.cached[index]) for each in requests for index in own)
 
     def start(self, request: Request) -> None:
         """Prepare the state of a new request."""
