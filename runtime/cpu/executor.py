@@ -359,13 +359,17 @@ class Executor:
         outputs = self._fill(sequences, sampling)
         self._batch.logits = self._logits_address if logits else None
         status = self.library.qc_step(self.handle, self._reference)
-        self._check_status("qc_step", status)
+        self.check_status("qc_step", status)
         return self._argmax[:outputs], self._logits[:outputs] if logits else None
 
-    def _check_status(self, function: str, status: int) -> None:
-        """Raise ResourceError if a rank has failed, RuntimeError if the library has refused its arguments."""
-        if status == _RANK_FAILED and self.ranks is not None:
-            raise ResourceError(self.ranks.problem or "the model's other ranks have ended: load the model again")
+    def check_status(self, function: str, status: int) -> None:
+        """Raise ResourceError if a rank has failed, RuntimeError if the library has refused its arguments.
+
+        status: 0 done, 2 a rank has failed, 1 the arguments are refused, or a step of a longer call has failed.
+        """
+        ranks = self.ranks
+        if ranks and status and (status == _RANK_FAILED or ranks.memory.failed):
+            raise ResourceError(ranks.problem or "the model's other ranks have ended: load the model again")
         if status:
             raise RuntimeError(f"{function} refused its arguments ({status})")
 
@@ -375,7 +379,7 @@ class Executor:
         self._batch.logits = None
         hidden: FloatArray = np.empty((max(outputs, 1), self.description["hidden_width"]), np.float32)
         status = self.library.qc_hidden(self.handle, self._reference, hidden.ctypes.data)
-        self._check_status("qc_hidden", status)
+        self.check_status("qc_hidden", status)
         return hidden[:outputs]
 
     def decode(self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()) -> list[int]:
@@ -391,7 +395,7 @@ class Executor:
         self._batch.logits = None
         out = ctypes.addressof(self._decoded)
         status = self.library.qc_decode(self.handle, self._reference, steps, out)
-        self._check_status("qc_decode", status)
+        self.check_status("qc_decode", status)
         return self._decoded[:count]
 
     def start(

@@ -59,7 +59,7 @@ class LibrarySpeculator(Speculator):
 
     def __init__(self, target: Executor, stages: Sequence[DraftStage]) -> None:
         super().__init__(target, stages)
-        self._library = target.library
+        self._executor, self._library = target, target.library
         table = [_stage_entry(index, stage) for index, stage in enumerate([DraftStage(target, 0, True), *stages])]
         self._table = (_Stage * len(table))(*table)
         self._memory = _Memory(len(table), 0, 0, 0)
@@ -89,8 +89,7 @@ class LibrarySpeculator(Speculator):
         ]
         sampling = sampling_array(inputs)
         memory.call.sampling = ctypes.addressof(sampling) if sampling else None
-        if self._library.qc_speculate(ctypes.byref(memory.call)):
-            raise RuntimeError("qc_speculate refused its arguments")
+        self._executor.check_status("qc_speculate", self._library.qc_speculate(ctypes.byref(memory.call)))
         count, columns = len(requests), memory.sizes[1]
         results = []
         for index in range(count):

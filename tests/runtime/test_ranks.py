@@ -92,13 +92,20 @@ def test_texts_depend_neither_on_neighbours_nor_on_the_run(artifact: Path) -> No
     assert result[:2] == result[2:] and result[0] != result[1]
 
 
-def test_drafts_of_the_first_process_change_no_token(tmp_path: Path) -> None:
-    """A separate model, and a lookup before it; all drafts are accepted but those that rounding changes."""
-    pipeline.build(small(), tmp_path / "out", recipe="w4a16", options=TWO, drafts=[small(), "lookup"])
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with drafts of the first process: a separate model, and a lookup."""
+    out = tmp_path_factory.mktemp("ranks") / "drafted"
+    pipeline.build(small(), out, recipe="w4a16", options=TWO, drafts=[small(), "lookup"])
+    return out
+
+
+def test_drafts_of_the_first_process_change_no_token(drafted: Path) -> None:
+    """All drafts are accepted but those that rounding changes."""
     texts, params = [[5, 6, 7, 8], [9], [11] * 40], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     tokens = {}
     for gamma in (0, 3):
-        with qcompile.load(tmp_path / "out", threads=1, gamma=gamma) as llm:
+        with qcompile.load(drafted, threads=1, gamma=gamma) as llm:
             outputs = llm.generate(texts, params)
             llm.engine.check()
         tokens[gamma] = [output.outputs[0].token_ids for output in outputs]
@@ -106,15 +113,21 @@ def test_drafts_of_the_first_process_change_no_token(tmp_path: Path) -> None:
     assert tokens[3] == tokens[0] and all(one and sum(one.accepted) > 5 for one in told)
 
 
-def test_the_end_of_a_rank_ends_all_requests_and_names_it(artifact: Path) -> None:
-    with qcompile.load(artifact, threads=1) as llm:
+@pytest.mark.parametrize("kind", ["artifact", "drafted"])
+def test_the_end_of_a_rank_ends_all_requests_and_names_it(kind: str, request: pytest.FixtureRequest) -> None:
+    """Of steps, and of rounds with drafts."""
+    with qcompile.load(request.getfixturevalue(kind), threads=1, gamma=3 if kind == "drafted" else 0) as llm:
         executor: Any = llm.executor
         (pid,) = executor.ranks.pids
-        llm.generate([[1, 2]], SamplingParams(max_tokens=2))
+        params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        stream = llm.stream([1, 2], params)
+        next(stream)
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(ResourceError, match=rf"rank 1 \(process {pid}\) was ended by signal 9: load"):
-            llm.generate([[1, 2]], SamplingParams(max_tokens=400, ignore_eos=True))
+        for _ in range(2):
+            with pytest.raises(ResourceError, match=rf"rank 1 \(process {pid}\) was ended by signal 9: load"):
+                list(stream)
+            stream = llm.stream([1, 2], params)
         assert time.monotonic() - start < QUICK
 
 
