@@ -40,6 +40,15 @@ they rely on is not proved."""
 _TABLES = ("query_table", "table", "key_bias")
 """Operands with a row for each position, of operators on heads."""
 _APPENDS = ("rope_append", "kv_append")
+_STEP_OPERANDS = {
+    "positions": "step_positions",
+    "sequence": "step_sequence",
+    "block_table": "step_block_table",
+    "state_slots": "step_state_slots",
+    "certain": "step_certain",
+    "rows": "step_output_rows",
+}
+"""Operands by which kernels find rows of memory, and the input of the step that each must be."""
 
 
 def read_step(root: Path, manifest: Manifest) -> Graph:
@@ -57,6 +66,7 @@ def read_step(root: Path, manifest: Manifest) -> Graph:
         graph = _graph(json.loads(content), manifest)
         _check_words(graph)
         _check_places(graph)
+        _check_step_operands(graph)
         _check_operators(root, graph)
         _check_tables(root, graph)
         inputs = _inputs(graph)
@@ -142,6 +152,17 @@ def _check_places(graph: Graph) -> None:
     for node in graph.nodes:
         if below := [item for item in _items(list(node.args)) if type(item) is int and item < 0]:
             raise ValueError(f"node {node.name} has an operand {below[0]}")
+
+
+def _check_step_operands(graph: Graph) -> None:
+    """Raise ValueError for another value where kernels rely on an input of the step that the runtime has checked."""
+    for node in graph.calls():
+        for name, wanted in _STEP_OPERANDS.items():
+            if not ops.has_operand(node, name):
+                continue
+            given = ops.operand(node, name)
+            if not isinstance(given, fx.Node) or given.op != "placeholder" or given.target != wanted:
+                raise ValueError(f"node {node.name} has another operand {name} than {wanted}")
 
 
 def _items(value: Any) -> Iterator[Any]:
@@ -241,8 +262,21 @@ def _check_cache(graph: Graph) -> None:
     appended = sorted(ops.operand(node, "layer") for node in graph.calls(*_APPENDS))
     if appended != list(range(layers)):
         raise ValueError(f"layers {appended} of {layers} of the cache are written")
+    sizes = {ops.operand(node, "layer"): _kept(node) for node in graph.calls(*_APPENDS)}
+    for node in graph.calls("kv_attention"):
+        read = ops.operand(node, "kv_heads") or shapes["step_cache"][3], ops.operand(node, "q").meta["val"].shape[-1]
+        if read != sizes.get(ops.operand(node, "layer")):
+            raise ValueError(f"node {node.name} reads heads {read} of a layer that does not have them")
     nodes = graph.calls("conv_step", "recurrence_step")
     states = StateLayout(tuple(layer_state(node) for node in nodes))
     offsets = [ops.operand(node, "offset") for node in nodes]
     if nodes and (offsets != list(states.offsets) or shapes["step_states"][1] != states.slot_numbers):
         raise ValueError(f"states begin at {offsets} of {shapes['step_states'][1]} numbers")
+
+
+def _kept(node: fx.Node) -> tuple[int, int]:
+    """(KV heads, head size) of what `node` appends to its layer of the cache."""
+    if ops.name_of(node.target) == "rope_append":
+        return ops.operand(node, "kv_heads"), ops.operand(node, "head_dim")
+    shape = ops.operand(node, "k").meta["val"].shape
+    return int(shape[-2]), int(shape[-1])

@@ -143,6 +143,18 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda graph: node(graph, "kv_attention")["args"].__setitem__(5, -1),
         "kv_attention.* has an operand -1",
     ),
+    "tokens as positions": (
+        lambda graph: replaced(graph, "kv_attention", {"node": "step_positions"}, {"node": "step_token_ids"}),
+        "kv_attention.* has another operand positions than step_positions",
+    ),
+    "no sequence": (
+        lambda graph: replaced(graph, "rope_append", {"node": "step_sequence"}, None),
+        "rope_append.* has another operand sequence than step_sequence",
+    ),
+    "more KV heads than the cache has": (
+        lambda graph: node(graph, "kv_attention")["args"].__setitem__(15, 1 << 20),
+        "kv_attention.* reads heads .1048576",
+    ),
     "fewer layers in the cache": (lambda graph: wider(graph, "step_cache", 0, -1), "does not fit together"),
     "a size that is no number": (
         lambda graph: node(graph, "step_cache").update(shapes=[[["x"] * 5, "float32"]]),
