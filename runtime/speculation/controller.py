@@ -94,7 +94,8 @@ class GammaController:
         if not measured.plain or not measured.costs.rounds:
             return GammaChoice(0)
         plain, rounds, latency = measured.costs.plain, measured.costs.rounds, measured.latency
-        rate = self._mean_rate(requests)
+        rate = measured.rate = self._mean_rate(requests)
+        measured.waits = False
         tokens = {gamma: measured.yields * expected_tokens(rate, gamma) for gamma in rounds}
         gains = {gamma: math.log(tokens[gamma] * plain / rounds[gamma]) - latency.rounds(gamma) for gamma in rounds}
         best, before = max(gains, key=lambda gamma: gains[gamma]), measured.gamma
@@ -105,6 +106,7 @@ class GammaController:
             return (None if self.owed else measured.rounds_trial(tokens, gains)) or GammaChoice(0)
         saved = lag.left * measured.plain * (1 - math.exp(-gains[best]))
         if not before and (lag.rows * self._row_seconds > saved or (self.owed and not measured.tried)):
+            measured.waits = True
             return GammaChoice(0)
         measured.gamma, measured.gain = best, math.exp(gains[best])
         if not before:

@@ -14,9 +14,10 @@ from qcompile.runtime.speculation.measurements import Measurements
 class GammaFacts:
     """What `auto` knows of about `batch` requests of about `context` tokens, and the `gamma` in use for them.
 
-    Gains are speeds relative to plain decoding, by gamma, at `acceptance`, the probability that a draft is accepted if
-    those before it in the round are: `expected` with the costs of the prior (costs.py), `measured` with the times of
-    steps and rounds and the tokens of rounds so far; empty before the first rounds.
+    Gains are speeds relative to plain decoding, by gamma, at `acceptance`: the probability, at the last choice, that a
+    draft is accepted if those before it in the round are. `expected` are those with the costs of the prior (costs.py),
+    `measured` those with the times of steps and rounds and the tokens of rounds so far; empty before the first rounds.
+    `waits`: as in Measurements.
     """
 
     batch: int
@@ -25,6 +26,7 @@ class GammaFacts:
     acceptance: float
     expected: dict[int, float]
     measured: dict[int, float]
+    waits: bool = False
 
     @property
     def gain(self) -> float | None:
@@ -39,7 +41,8 @@ class GammaFacts:
         told = "by what was measured" if self.measured else "by what is expected, as no round was measured yet"
         if self.gamma:
             return f"rounds of {self.gamma} drafts decode {gains[self.gamma]:.2f} times as fast, {told}"
-        return f"plain decoding, as rounds of {best} drafts would decode {gains[best]:.2f} times as fast, {told}"
+        then = "and filling the drafts' caches first would take longer than rounds save, " if self.waits else ""
+        return f"plain decoding, as rounds of {best} drafts would decode {gains[best]:.2f} times as fast, {then}{told}"
 
     @property
     def json(self) -> dict[str, Any]:
@@ -61,9 +64,10 @@ def explained(controller: GammaController) -> list[GammaFacts]:
 
 
 def _facts(controller: GammaController, measured: Measurements) -> GammaFacts:
-    rate, costs = min(controller.acceptance, MAX_ACCEPTANCE), measured.costs
+    rate, costs = min(measured.rate or controller.acceptance, MAX_ACCEPTANCE), measured.costs
     tokens = {gamma: expected_tokens(rate, gamma) for gamma in costs.rounds}
     expected = {gamma: many * costs.plain / costs.rounds[gamma] for gamma, many in tokens.items()}
     gains = {gamma: measured.yields * many / measured.cost(gamma) for gamma, many in tokens.items()}
     batch, context = measured.place
-    return GammaFacts(batch, 16 * context, measured.gamma, rate, expected, gains if measured.tried else {})
+    known = gains if measured.tried else {}
+    return GammaFacts(batch, 16 * context, measured.gamma, rate, expected, known, measured.waits)

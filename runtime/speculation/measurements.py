@@ -80,6 +80,10 @@ class Measurements:
     """The exploration budget: seconds that trials may lose."""
     gamma: int = 0
     """The gamma in use, trials aside."""
+    rate: float = 0.0
+    """Acceptance of the requests at the last choice, 0 before the first."""
+    waits: bool = False
+    """Whether rounds were expected to be faster at the last choice, and filling the drafts' caches kept them from it."""
     gain: float = 1.0
     """Expected speed of `gamma` relative to plain decoding."""
     yields: float = 1.0

@@ -164,6 +164,8 @@ def test_rounds_begin_where_they_save_what_filling_takes() -> None:
     for left, gamma in ((10, 0), (12, 2)):
         measured.gamma = 0
         assert controller.choose([subject], False, DraftLag(100, left)).gamma == gamma
+        (facts,) = explained(controller)
+        assert ("filling the drafts' caches" in facts.reason) == (gamma == 0) and "1.10 times as fast" in facts.reason
 
 
 def test_the_purse_holds_three_steps_and_owes_no_more() -> None:
