@@ -83,7 +83,7 @@ class Measurements:
     rate: float = 0.0
     """Acceptance of the requests at the last choice, 0 before the first."""
     waits: bool = False
-    """Whether rounds were expected to be faster at the last choice, but not to save what filling drafts' caches takes."""
+    """Whether rounds that were expected to be faster waited at the last choice, as drafts' caches had to be filled."""
     gain: float = 1.0
     """Expected speed of `gamma` relative to plain decoding."""
     yields: float = 1.0
