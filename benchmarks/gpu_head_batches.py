@@ -40,14 +40,20 @@ def measure(artifact: Path, gamma: int | str, batch: int) -> tuple[dict[str, Any
     prompts = [[drawn.randrange(5, 8000) for _ in range(PROMPT)] for _ in range(batch)]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     rates = []
-    with qcompile.load(artifact, gamma=gamma, max_batch=max(BATCHES), prefix_caching=False) as llm:  # type: ignore[arg-type]
+    options: dict[str, Any] = {"gamma": gamma, "max_batch": max(BATCHES), "prefix_caching": False}
+    with qcompile.load(artifact, **options) as llm:
         for _ in range(1 + REPEATS):
             started = time.perf_counter()
             outputs = llm.generate(prompts, params)
             rates.append(batch * TOKENS / (time.perf_counter() - started))
         chooser = llm.engine.speculation.chooser
         known = [each.json for each in explained(chooser) if each.batch == batch] if chooser else []
-    result = {"batch": batch, "gamma": gamma, "first": rates[0], "tokens_per_second": statistics.median(rates[1:])}
+    result = {
+        "batch": batch,
+        "gamma": "auto" if gamma == AUTO else gamma,
+        "first": rates[0],
+        "tokens_per_second": statistics.median(rates[1:]),
+    }
     return result | ({"auto": known} if known else {}), [output.outputs[0].token_ids for output in outputs]
 
 

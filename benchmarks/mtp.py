@@ -60,7 +60,7 @@ def examine(kind: str, recipe: str, target: str, folder: Path) -> dict[str, Any]
     for gamma in GAMMAS:
         drafted = generated(folder / "out", gamma)
         pairs = [pair for name in plain for pair in zip(tokens(plain[name]), tokens(drafted[name]), strict=True)]
-        result["differing"][str(gamma)] = sum(one != other for one, other in pairs)
+        result["differing"]["auto" if gamma == AUTO else str(gamma)] = sum(one != other for one, other in pairs)
         if gamma == 3:
             result |= acceptance(drafted["greedy"])
     return result
