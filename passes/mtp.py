@@ -200,7 +200,10 @@ class _Cut:
         name = str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else ""
         entry = self.source.raised.weights.entries.get(name)
         if entry is None or not torch.equal(entry.load(), self.source.checkpoint.load(stored)):
-            raise UnsupportedError(f"draft mtp: {stored} differs from the weight of {node.name}, which modules share")
+            raise UnsupportedError(
+                f"draft mtp: {stored} differs from the weight of {node.name}, which modules share: store the same "
+                "numbers, or leave the tensor out"
+            )
 
     # ---- weights ----------------------------------------------------------------------------------
 

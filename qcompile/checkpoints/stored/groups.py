@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qcompile.checkpoints.checkpoint import StoredCheckpoint
-from qcompile.errors import UnsupportedError, UsageError
+from qcompile.errors import UnsupportedError, UsageError, shown
 
 WORD = 32
 """Bits of the integers that codes are packed in."""
@@ -180,14 +180,20 @@ def one_of(method: str, key: str, value: Any, choices: tuple[Any, ...]) -> Any:
         if type(value) is type(choice) and value == choice:
             return value
     texts = " or ".join(str(choice) for choice in choices)
-    raise UnsupportedError(f"{method} weights with {key} {value} are not read, only {texts}")
+    raise UnsupportedError(f"{method} weights with {key} {_told(value)} are not read, only {texts}")
+
+
+def _told(value: Any) -> str:
+    """A value of a configuration for a message: as it is if it is short and printable."""
+    text = shown(value) if isinstance(value, int | list | dict) else str(value)
+    return text if len(text) <= 60 and text.isprintable() else shown(value)
 
 
 def group_size(method: str, value: Any) -> int:
     """`value` as a group size: a number of inputs, or -1 for all inputs. Raises UsageError for anything else."""
     if type(value) is not int or (value < 1 and value != -1):
         raise UsageError(
-            f"group_size of the checkpoint's {method} weights is {value}; "
+            f"group_size of the checkpoint's {method} weights is {_told(value)}; "
             "it must be a number of inputs, or -1 for all inputs"
         )
     return value

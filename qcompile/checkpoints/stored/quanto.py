@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcompile.checkpoints.checkpoint import StoredCheckpoint, read_json
+from qcompile.checkpoints.checkpoint import MAX_NAME_LETTERS, StoredCheckpoint, read_json
 from qcompile.checkpoints.stored.groups import Find, require, require_none_left
 from qcompile.errors import UnsupportedError, UsageError, shown
 
@@ -46,6 +46,8 @@ def quanto(quantization: dict[str, Any]) -> Find:
 
 def _find(checkpoint: StoredCheckpoint) -> None:
     for module, stated in read_json(checkpoint.directory / MAP).items():
+        if len(module) > MAX_NAME_LETTERS or not module.isprintable():
+            raise UsageError(f"{checkpoint.directory / MAP} names a module {shown(module)}, as no tensor is called")
         kind = _kind(checkpoint, module, stated)
         if kind in BYTES:
             _add_bytes(checkpoint, f"{module}.weight", BYTES[kind])

@@ -70,6 +70,8 @@ CODES, SCALE = "odd_groups.weight._data._data", "odd_groups.weight._scale"
 REFUSED: dict[str, tuple[Callable[[Tensors, Map], object], type[QCompileError], str]] = {
     "another type": (said("bytes", "qfloat8_e4m3fnuz"), UnsupportedError, "weights of 'bytes' are 'qfloat8_e4m3fnuz'"),
     "a type in a list": (said("bytes", ["qint8"]), UnsupportedError, r"weights of 'bytes' are \['qint8'\]; qint8, "),
+    "a name in two lines": (said("a\nb", "qint8"), UsageError, r"names a module 'a\\nb', as no tensor is called"),
+    "a long name": (said("a" * 9999, "qint8"), UsageError, r"names a module 'a{1,60}\.\.\.a+', as"),
     "no types": (lambda tensors, table: table.update(bytes=5), UnsupportedError, "are stated by 5; qint8, "),
     "a wrong type": (said("bytes", "qint4"), UsageError, r"bytes.weight._data._data is missing"),
     "no codes": (drop(CODES), UsageError, f"{CODES} is missing"),
