@@ -16,6 +16,7 @@ decoding at three contexts.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from benchmarks.gpu_common import facts, this_target
 from qcompile import pipeline, targets
 from qcompile.codegen.gpu.launches import MOST_OUTPUTS
 from qcompile.pipeline import backend_of
-from qcompile.runtime.cuda.driver import driver
+from qcompile.runtime.cuda.driver import Driver, driver
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.heads import CudaHeadSpeculator
 from qcompile.runtime.cuda.rounds import CudaRounds
@@ -290,6 +291,20 @@ def decode_rate(executor: CudaExecutor, batch: int, context: int = CONTEXT, step
     return best
 
 
+def replay_seconds(gpu: Driver, graph: ctypes.c_void_p, replays: int) -> float:
+    """Seconds of the third fastest of some `replays` of a captured graph, which is freed then."""
+    times = []
+    for _ in range(replays):
+        start, end = gpu.event(), gpu.event()
+        gpu.record(start)
+        gpu.replay(graph)
+        gpu.record(end)
+        gpu.synchronize()
+        times.append(gpu.seconds_between(start, end))
+    gpu.drop(graph)
+    return sorted(times)[2]
+
+
 def kernel_times(executor: CudaExecutor, rows: list[Rows]) -> dict[str, list[float]]:
     """Microseconds of each kernel of a step of these rows, and how often it runs; see the top."""
     gpu = executor.driver
@@ -304,16 +319,7 @@ def kernel_times(executor: CudaExecutor, rows: list[Rows]) -> dict[str, list[flo
         with gpu.captured() as graph:
             for call in calls * repeats:
                 call.run()
-        times = []
-        for _ in range(6):
-            start, end = gpu.event(), gpu.event()
-            gpu.record(start)
-            gpu.replay(graph[0])
-            gpu.record(end)
-            gpu.synchronize()
-            times.append(gpu.seconds_between(start, end))
-        gpu.drop(graph[0])
-        result[label] = [1e6 * sorted(times)[2] / (len(calls) * repeats), len(calls)]
+        result[label] = [1e6 * replay_seconds(gpu, graph[0], 6) / (len(calls) * repeats), len(calls)]
     return result
 
 

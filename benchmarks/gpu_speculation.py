@@ -40,6 +40,7 @@ from benchmarks.gpu_e2e import (
     empty_head,
     kernel_times,
     open_random,
+    replay_seconds,
     sequences,
     torch_rates,
     write,
@@ -210,16 +211,7 @@ def graph_seconds(executor: CudaExecutor, rows: Sequence[Rows]) -> float:
     with gpu.captured() as graph:
         for _, call in calls * 8:
             call.run()
-    times = []
-    for _ in range(5):
-        start, end = gpu.event(), gpu.event()
-        gpu.record(start)
-        gpu.replay(graph[0])
-        gpu.record(end)
-        gpu.synchronize()
-        times.append(gpu.seconds_between(start, end) / 8)
-    gpu.drop(graph[0])
-    return sorted(times)[2]
+    return replay_seconds(gpu, graph[0], 5) / 8
 
 
 # ---- exactness --------------------------------------------------------------------------------
