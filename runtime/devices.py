@@ -6,7 +6,6 @@ and opens its executor. Nothing else in the runtime depends on the kind.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from qcompile.runtime.engine.sleep import ReleasableMemory
 from qcompile.runtime.loader import LoadedArtifact, load_artifact
 from qcompile.runtime.lora.table import Adapters, open_table, read_factors
 from qcompile.runtime.options import LoadOptions
+from qcompile.runtime.ranks.crew import threads_of_each
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
 from qcompile.runtime.tokenizer import load_tokenizer
@@ -61,8 +61,7 @@ def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
     from qcompile.runtime.cpu.sleep import CpuMemory
 
     ranks = len(manifest["runtime"].get("ranks") or [0])
-    cores = len(os.sched_getaffinity(0))
-    threads = max(cores // ranks, 1) if options.threads is None else options.threads
+    threads = threads_of_each(ranks) if options.threads is None else options.threads
     artifact = load_artifact(root, manifest, kernels=options.kernels)
     tokenizer = load_tokenizer(root, manifest["files"])
     granted = options.kv_cache_bytes

@@ -16,6 +16,7 @@ from qcompile.runtime.devices import open_model
 from qcompile.runtime.generation_config import NAME, sampling_defaults
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.options import MAX_BATCH, LoadOptions
+from qcompile.runtime.ranks.meeting import meet
 from qcompile.runtime.special_tokens import end_tokens, json_object
 from qcompile.runtime.speculation.controller import GammaController
 from qcompile.runtime.speculation.costs import SpeculationPrior
@@ -89,6 +90,7 @@ def _load(path: str | Path, options: LoadOptions) -> LLM:
     options.check(path, manifest["runtime"])
     if options.kernels is not None:
         options.kernels.check(Path(path), built, options.gamma != 0)
+    meet(len(manifest["runtime"].get("ranks") or [0]), path)
     opened = open_model(Path(path), manifest, options)
     most_cached = opened.most_cached if options.prefix_caching else 0
     llm = LLM(

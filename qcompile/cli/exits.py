@@ -16,6 +16,9 @@ from qcompile.cli import console
 from qcompile.cli.environment import DEBUG, PREFIX, is_on
 from qcompile.errors import EXIT_BUG, EXIT_SIGNAL, QCompileError, ResourceError, UsageError
 
+at_end: list[Callable[[int], None]] = []
+"""What else is told the exit code, just before the process ends."""
+
 
 def leave(command: Callable[[], NoReturn]) -> NoReturn:
     """Run `command` and leave at once: tearing down torch's modules would take a second."""
@@ -30,6 +33,8 @@ def leave(command: Callable[[], NoReturn]) -> NoReturn:
         code = _refused_by_system(error) or EXIT_BUG
     with contextlib.suppress(OSError):  # the terminal may be gone
         sys.stderr.flush()
+    for tell in at_end:
+        tell(code)
     if (number := code - EXIT_SIGNAL) in (
         signal.SIGTERM,
         signal.SIGHUP,

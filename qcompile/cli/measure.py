@@ -11,7 +11,7 @@ import typer
 
 from qcompile import texts
 from qcompile.artifact.layout import SIGNATURE
-from qcompile.cli import console
+from qcompile.cli import console, launching
 from qcompile.cli.models import artifact_to_load, opened
 from qcompile.cli.options import (
     Adapting,
@@ -96,6 +96,7 @@ def bench(
             raise ResourceError(f"--serve needs {error.name}: pip install 'qcompile[bench]'") from error
         load_test.check(out, load, loading, building, adapting)  # before anything is built
         if not load_test.is_url(out):
+            launching.check_alone("--serve", loading.tensor_parallel_size)
             out = str(artifact_to_load(out, building, loading).path)
         load_test.run(out, load, loading, adapting, json, jsonl)
         return

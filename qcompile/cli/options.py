@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from qcompile import __version__
-from qcompile.cli import console, environment
+from qcompile.cli import console, environment, launching
 from qcompile.errors import UsageError
 from qcompile.recipes import RECIPES, parse_options
 from qcompile.targets import TARGET_NAMES
@@ -70,7 +70,8 @@ TensorParallel = Annotated[
         min=1,
         metavar="N",
         help="Processes that run the model together, each with a part of its weights and of the KV cache: on CPUs, "
-        "or one on each of N GPUs. Default: 1, or what the artifact was built for.",
+        "or one on each of N GPUs. Default: as many as torchrun or srun has started; else 1, or what the artifact was "
+        "built for.",
     ),
 ]
 RequireSignature = Annotated[
@@ -167,6 +168,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             for name, kind in groups.items()
         }
         grouped.pop("verbosity").apply()
+        for name, options in grouped.items():
+            if isinstance(options, Loading):
+                ranks = launching.take_part(options.tensor_parallel_size)
+                grouped[name] = replace(options, tensor_parallel_size=ranks)
         function(**given, **grouped)
 
     typed: Any = flat

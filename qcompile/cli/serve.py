@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import replace
 
-from qcompile.cli import console, replicas
+from qcompile.cli import console, launching, replicas
 from qcompile.cli.models import artifact_to_load, opened
 from qcompile.cli.options import Building, Json, Logging, ServedLoading, Serving, Source, command
 from qcompile.cli.serving import defaults_lines, served_options, sinks_of, url_of
@@ -44,6 +44,7 @@ def serve(
     limits = app.ConnectionLimits(*serving.limits)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
     if serving.replicas > 1:
+        launching.check_alone(f"--replicas {serving.replicas}", loading.tensor_parallel_size)
         with app.bind(serving.host, serving.port) as listening:
             artifact = artifact_to_load(out, building, loading)
             named = replace(serving, name=serving.name or artifact.name)

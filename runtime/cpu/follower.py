@@ -1,7 +1,8 @@
 """The process of a rank but the first: it opens its part of a divided model and runs the steps that rank 0 plans.
 
-It prints one line of JSON once it is ready, or that says why it is not. It ends when rank 0 closes the model, when a
-rank fails, and when its standard input is closed, as the end of rank 0's process does.
+Its argument is the file descriptor of the memory that ranks share, and its first line of standard input has the
+settings. It prints one line of JSON once it is ready, or that says why it is not. It ends when rank 0 closes the model,
+when a rank fails, and when its standard input is closed, as the end of rank 0's process does.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _PATIENCE = 3.0
 def main() -> None:
     """Read the settings from standard input, follow rank 0, and exit: 0 if it ended, 1 if this rank could not open."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is rank 0's, which ends the others
-    settings = RankSettings.of(sys.stdin.readline())
-    memory = SharedMemory(settings.size, settings.descriptor)
+    settings = RankSettings(**json.loads(sys.stdin.readline()))
+    memory = SharedMemory(settings.size, int(sys.argv[1]))
     threading.Thread(target=_watch, args=(memory,), daemon=True).start()
     try:
         manifest = read_same_manifest(settings.root, settings.sealed)

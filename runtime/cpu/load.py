@@ -87,7 +87,7 @@ def _start_ranks(artifact: LoadedArtifact, executor: Executor, ranks: int, max_b
     join(artifact.library, executor.handle, memory, ranks, 0)
     limits, root = executor.limits, str(artifact.root.absolute())
     sizes = executor.kv_pages, executor.threads, max_batch, limits.max_tokens, limits.max_position
-    shared = memory.descriptor, memory.size, artifact.manifest["sha256"]
+    shared = memory.size, artifact.manifest["sha256"]
     settings = [RankSettings(root, rank, *sizes, *shared) for rank in range(1, ranks)]
     return RankProcesses(memory, settings)
 

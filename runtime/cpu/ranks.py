@@ -1,31 +1,25 @@
 """The memory that the processes of a divided model share, and the process of each rank but the first.
 
 The library of a divided model sums over ranks in that memory, and rank 0 writes the plan of each step there, which the
-others read (codegen/cpu/templates/ranks.h). So this module moves nothing: it starts the processes, sees whether they
-live, and ends them.
+others read (codegen/cpu/templates/ranks.h). So this module moves nothing: it has the processes started, sees whether
+they live, and ends them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import json
 import mmap
 import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import qcompile
 from qcompile.errors import ResourceError
+from qcompile.runtime.ranks.crew import start
+from qcompile.runtime.ranks.processes import RankProcess
 
 _FAILED, _ENDED = 0, 1  # words of the header: RankHeader in ranks.h
 _PATIENCE = 5.0
 """Seconds that a rank has to end by itself."""
-FOLLOW = "from qcompile.runtime.cpu.follower import main; main()"
-"""What the process of a rank runs."""
 
 
 class SharedMemory:
@@ -76,7 +70,7 @@ class QcRanks(ctypes.Structure):
 
 
 class RankSettings(NamedTuple):
-    """What the process of a rank is told, as one line of JSON, so that it opens the model as rank 0 did."""
+    """What the process of a rank is told first, as one line of JSON, so that it opens the model as rank 0 did."""
 
     root: str
     rank: int
@@ -86,20 +80,10 @@ class RankSettings(NamedTuple):
     max_batch: int
     max_tokens: int
     max_position: int
-    descriptor: int
     size: int
     """Bytes of the shared memory."""
     sealed: str
     """The hash of the manifest that rank 0 has read."""
-
-    def line(self) -> str:
-        """The settings as a line."""
-        return json.dumps(self._asdict()) + "\n"
-
-    @staticmethod
-    def of(line: str) -> RankSettings:
-        """The settings that `line` made a line."""
-        return RankSettings(**json.loads(line))
 
 
 class RankProcesses:
@@ -112,27 +96,28 @@ class RankProcesses:
         self.memory = memory
         self.problem = ""
         self._closing = False
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[RankProcess] = []
         try:
             for each in settings:
-                self._processes.append(_started(each, memory.descriptor))
-            for rank, process in enumerate(self._processes, start=1):
-                _await_ready(rank, process)
+                self._processes.append(start(each.rank, "cpu", [memory.descriptor]))
+                self._processes[-1].tell(each._asdict())
+            for process in self._processes:
+                process.answer()
         except BaseException:
             self.close()
             raise
-        for rank, process in enumerate(self._processes, start=1):
-            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        for process in self._processes:
+            threading.Thread(target=self._watch, args=(process,), name=f"rank-{process.rank}", daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
         """The processes' numbers, from rank 1 on."""
         return [process.pid for process in self._processes]
 
-    def _watch(self, rank: int, process: subprocess.Popen[str]) -> None:
-        status = process.wait()
+    def _watch(self, process: RankProcess) -> None:
+        process.wait()
         if not self._closing and not self.problem:
-            self.problem = f"rank {rank} (process {process.pid}) {_ending(status)}: load the model again"
+            self.problem = f"{process.name} {process.ending()}: {process.remedy}"
             self.memory.fail()
 
     def close(self) -> None:
@@ -140,51 +125,11 @@ class RankProcesses:
         self._closing = True
         self.memory.end()
         for process in self._processes:
-            with contextlib.suppress(OSError):  # its end is closed already
-                process.stdin.close()  # type: ignore[union-attr]
+            process.close_input()
         for process in self._processes:
-            try:
-                process.wait(_PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()  # type: ignore[union-attr]
+            process.finish(_PATIENCE)
         self._processes = []
         self.memory.close()
-
-
-def _started(settings: RankSettings, descriptor: int) -> subprocess.Popen[str]:
-    """A process that opens a rank. It ends when its standard input is closed: when this process ends, in any way."""
-    package = str(Path(qcompile.__file__).parents[1])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = subprocess.Popen(
-        [sys.executable, "-c", FOLLOW],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        pass_fds=[descriptor],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    )
-    with contextlib.suppress(OSError):  # it has ended already: seen where it is waited for
-        process.stdin.write(settings.line())  # type: ignore[union-attr]
-        process.stdin.flush()  # type: ignore[union-attr]
-    return process
-
-
-def _await_ready(rank: int, process: subprocess.Popen[str]) -> None:
-    """Wait until a process has opened its rank. Raises ResourceError with what it says, if it has not."""
-    said: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # nothing or no JSON: it has ended
-        said = json.loads(process.stdout.readline())  # type: ignore[union-attr]
-    if said.get("ready"):
-        return
-    if "error" in said:
-        raise ResourceError(f"rank {rank}: {said['error']}")
-    raise ResourceError(f"rank {rank} (process {process.pid}) {_ending(process.wait(_PATIENCE))} while it loaded")
-
-
-def _ending(status: int) -> str:
-    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
 def join(library: Any, handle: int, memory: SharedMemory, ranks: int, rank: int) -> None:

@@ -1,8 +1,9 @@
 """The process of a rank but the first of a model that is divided over GPUs: it repeats the steps that rank 0 plans.
 
-It answers each line of standard input by a line of JSON: when its weights are loaded, when its memory is allocated, and
-when it can write to that of the others. It ends when rank 0 closes the model, and when its standard input is closed, as
-the end of rank 0's process does.
+Its arguments are file descriptors: of the memory with the plan, and of an eventfd that rank 0 writes to after each new
+record. It answers each line of standard input by a line of JSON: when its weights are loaded, when its memory is
+allocated, and when it can write to that of the others. It ends when rank 0 closes the model, and when its standard
+input is closed, as the end of rank 0's process does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def main() -> None:
     """Read the settings from standard input, follow rank 0, and exit: 0 if it ended, 1 if this rank has failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is rank 0's, which ends the others
     settings = GpuRankSettings(**json.loads(sys.stdin.readline()))
-    memory = SharedPlan(settings.size, settings.descriptor)
+    descriptor, bell = map(int, sys.argv[1:])
+    memory = SharedPlan(settings.size, descriptor)
     try:
         gpu = driver(settings.rank)
         failed = FailWord(gpu)
@@ -45,7 +47,7 @@ def main() -> None:
     threading.Thread(target=_watch, args=(failed,), daemon=True).start()
     threading.Thread(target=_beat, args=(memory, settings.rank, failed), daemon=True).start()
     _say(ready=True)
-    follow(executor, memory, settings.rank, settings.bell)
+    follow(executor, memory, settings.rank, bell)
     gpu.use()
     gpu.synchronize()
     for address in opened:
@@ -112,3 +114,7 @@ def _watch(failed: FailWord) -> None:
     failed.set()
     time.sleep(_PATIENCE)
     os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The other processes of a model that is divided over GPUs, as rank 0 starts, watches and ends them.
+"""The other processes of a model that is divided over GPUs, as rank 0 has them started, watches and ends them.
 
 Each process has the GPU of its rank's number among those that are visible. Rank 0 plans all steps
 (runtime/cuda/plans.py), and the others repeat them (runtime/cuda/follower.py). Kernels sum over GPUs in memory that
@@ -8,24 +8,20 @@ watcher here sets a word that waiting kernels look at, and steps raise the reaso
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
-import json
 import os
 import platform
-import select
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import qcompile
 from qcompile.errors import ResourceError
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.cuda.plans import PlanWriter, SharedPlan
+from qcompile.runtime.ranks.crew import start
+from qcompile.runtime.ranks.processes import RankProcess
 
 _PATIENCE = 3.0
 """Seconds that a process has to end by itself."""
@@ -39,8 +35,6 @@ seconds, since processes that are stopped together, and continued, are all well.
 _ANSWER_SECONDS = 300.0
 """How much longer than rank 0 another rank may take to load its weights, and then to open the model."""
 _PLAN_BYTES = 64 << 20
-_FOLLOW = "from qcompile.runtime.cuda.follower import main; main()"
-"""What the process of a rank runs."""
 
 
 class GpuRankSettings(NamedTuple):
@@ -48,13 +42,8 @@ class GpuRankSettings(NamedTuple):
 
     root: str
     rank: int
-    descriptor: int
-    """The file descriptor of the memory with the plan."""
     size: int
-    bell: int
-    """An eventfd that rank 0 writes to after each new record."""
-    parent: int
-    """The process of rank 0."""
+    """Bytes of the memory with the plan."""
     sealed: str
     """The hash of the manifest that rank 0 has read."""
 
@@ -112,12 +101,12 @@ class CudaRanks:
         self.failed = FailWord(gpu)
         self._gpu, self._opened = gpu, list[int]()
         self._problem, self._closing = "", False
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[RankProcess] = []
         try:
             for rank, bell in enumerate(self._bells, start=1):
-                memory = self._memory.descriptor, _PLAN_BYTES
-                given = GpuRankSettings(str(root.absolute()), rank, *memory, bell, os.getpid(), sealed)
-                self._processes.append(_started(given))
+                self._processes.append(start(rank, "cuda", [self._memory.descriptor, bell]))
+                settings = GpuRankSettings(str(root.absolute()), rank, _PLAN_BYTES, sealed)
+                self._processes[-1].tell(settings._asdict())
         except BaseException:
             self.close()
             raise
@@ -142,8 +131,8 @@ class CudaRanks:
         self._opened = [gpu.open_shared(bytes.fromhex(handle)) for handle in handles[1:]]
         for _ in self._answers():
             pass
-        for rank, process in enumerate(self._processes, start=1):
-            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        for process in self._processes:
+            threading.Thread(target=self._watch, args=(process,), name=f"rank-{process.rank}", daemon=True).start()
         return [own, *self._opened]
 
     def check(self) -> None:
@@ -153,26 +142,24 @@ class CudaRanks:
 
     def _tell(self, what: dict[str, Any]) -> None:
         for process in self._processes:
-            with contextlib.suppress(OSError):  # it has ended: seen where its answer is read
-                process.stdin.write(json.dumps(what) + "\n")  # type: ignore[union-attr]
-                process.stdin.flush()  # type: ignore[union-attr]
+            process.tell(what)
 
     def _answers(self) -> list[dict[str, Any]]:
         """The next line of each process. Raises ResourceError with what it says, if it has failed."""
-        return [_answer(rank, process) for rank, process in enumerate(self._processes, start=1)]
+        return [process.answer(_ANSWER_SECONDS) for process in self._processes]
 
-    def _watch(self, rank: int, process: subprocess.Popen[str]) -> None:
+    def _watch(self, process: RankProcess) -> None:
         """Note the end of a process, or that it does not run any more."""
         beats, looks = -1, 0
-        while (status := process.poll()) is None and not self._closing:
-            if (now := self._memory.beats(rank)) != beats:
+        while (ending := process.ending()) is None and not self._closing:
+            if (now := self._memory.beats(process.rank)) != beats:
                 beats, looks = now, 0
             elif (looks := looks + 1) > _SILENT_LOOKS:
-                self._fail(f"rank {rank} (process {process.pid}) does not respond: load the model again")
+                self._fail(f"{process.name} does not respond: {process.remedy}")
                 process.kill()
             time.sleep(_LOOK_SECONDS)
-        if status is not None:
-            self._fail(f"rank {rank} (process {process.pid}) {_ending(status)}: load the model again")
+        if ending is not None:
+            self._fail(f"{process.name} {ending}: {process.remedy}")
 
     def _fail(self, problem: str) -> None:
         """End all sums, and have steps raise this, unless the model is being closed or has failed before."""
@@ -196,53 +183,10 @@ class CudaRanks:
         if not self._memory.failed:
             self.plans.end()
         for process in self._processes:
-            with contextlib.suppress(OSError):
-                process.stdin.close()  # type: ignore[union-attr]
+            process.close_input()
         for process in self._processes:
-            try:
-                process.wait(_PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()  # type: ignore[union-attr]
+            process.finish(_PATIENCE)
         self.failed.free()
         for bell in self._bells:
             os.close(bell)
         self._memory.close()
-
-
-def _started(settings: GpuRankSettings) -> subprocess.Popen[str]:
-    """A process that opens a rank. It ends when its standard input is closed: when this process ends, in any way."""
-    package = str(Path(qcompile.__file__).parents[1])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = subprocess.Popen(
-        [sys.executable, "-c", _FOLLOW],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        pass_fds=[settings.descriptor, settings.bell],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    )
-    with contextlib.suppress(OSError):  # it has ended already: seen where its answer is read
-        process.stdin.write(json.dumps(settings._asdict()) + "\n")  # type: ignore[union-attr]
-        process.stdin.flush()  # type: ignore[union-attr]
-    return process
-
-
-def _answer(rank: int, process: subprocess.Popen[str]) -> dict[str, Any]:
-    said: dict[str, Any] = {}
-    assert process.stdout
-    if not select.select([process.stdout], [], [], _ANSWER_SECONDS)[0]:
-        late = f"rank {rank} (process {process.pid}) did not answer for {_ANSWER_SECONDS:.0f} s while it loaded"
-        raise ResourceError(f"{late}: load the model again")
-    with contextlib.suppress(ValueError):  # nothing or no JSON: it has ended
-        said = json.loads(process.stdout.readline())
-    if "error" in said:
-        raise ResourceError(f"rank {rank}: {said['error']}")
-    if not said:
-        raise ResourceError(f"rank {rank} (process {process.pid}) {_ending(process.wait(_PATIENCE))} while it loaded")
-    return said
-
-
-def _ending(status: int) -> str:
-    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"

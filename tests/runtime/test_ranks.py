@@ -158,7 +158,7 @@ def test_the_end_of_the_first_process_ends_the_others(how: signal.Signals, artif
 
 def test_a_rank_that_cannot_open_the_model_says_why(tmp_path: Path) -> None:
     memory = SharedMemory(1 << 16)
-    settings = RankSettings(str(tmp_path), 1, 4, 1, 1, 8, 64, memory.descriptor, memory.size, "")
+    settings = RankSettings(str(tmp_path), 1, 4, 1, 1, 8, 64, memory.size, "")
     with pytest.raises(QCompileError, match=f"rank 1: {tmp_path}"):
         RankProcesses(memory, [settings])
 

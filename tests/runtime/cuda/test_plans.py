@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from qcompile.runtime.cuda.follower import follow
 from qcompile.runtime.cuda.load import _upload_rank
 from qcompile.runtime.cuda.plans import PlanKind, PlanWriter, SharedPlan
 from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
+from qcompile.runtime.ranks import processes
+from qcompile.runtime.ranks.processes import SpawnedProcess, ending_of
 
 
 @pytest.fixture
@@ -72,14 +75,14 @@ def test_a_rank_says_that_it_runs(memory: SharedPlan) -> None:
 class Process:
     """A process that ends with `status` once it is looked at for the last time."""
 
-    pid = 7
+    rank, name, remedy = 1, "rank 1 (process 7)", "load the model again"
 
     def __init__(self, status: int | None, looks: int = 0) -> None:
         self.status, self.looks, self.killed = status, looks, False
 
-    def poll(self) -> int | None:
+    def ending(self) -> str | None:
         self.looks -= 1
-        return -9 if self.killed else self.status if self.looks < 0 else None
+        return ending_of(-9 if self.killed else self.status if self.looks < 0 else None)
 
     def kill(self) -> None:
         self.killed = True
@@ -108,7 +111,7 @@ def test_a_rank_that_ends_or_does_not_run_is_noticed(
             memory.beat(1)
 
     monkeypatch.setattr(ranks.time, "sleep", sleep)
-    result._watch(1, process)  # type: ignore[arg-type]
+    result._watch(process)  # type: ignore[arg-type]
     with pytest.raises(ResourceError, match=re.escape(problem)):
         result.check()
     assert memory.failed and words == ["set"] and process.killed == (not beats)
@@ -131,11 +134,15 @@ def test_gpus_that_cannot_be_used_together_are_refused(monkeypatch: pytest.Monke
 
 
 def test_a_rank_that_hangs_while_it_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_ANSWER_SECONDS", 0.05)
-    with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, text=True) as process:
-        with pytest.raises(ResourceError, match=rf"rank 2 \(process {process.pid}\) did not answer for 0 s while"):
-            ranks._answer(2, process)
-        process.kill()
+    sleeping = partial(subprocess.Popen, ["sleep", "60"])
+    monkeypatch.setattr(
+        processes, "popen", lambda follower, descriptors, given, said, more: sleeping(stdin=given, stdout=said)
+    )
+    process = SpawnedProcess(2, "cuda", [])
+    with pytest.raises(ResourceError, match=rf"rank 2 \(process {process.pid}\) did not answer for 0 s while"):
+        process.answer(0.05)
+    process.finish(0.05)  # it does not end by itself
+    assert process.ending() == "was ended by signal 9"
 
 
 class Memory:
