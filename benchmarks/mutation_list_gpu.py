@@ -193,7 +193,7 @@ GPU_MUTATIONS = (
     Mutation(
         "no prompt is computed ahead where drafts follow",
         "runtime/engine/runner.py",
-        "if speculates and (after or not self._speculation.chooser) and any(r.sequence.decodes for r in running):",
+        "if speculates and not self._speculation.chooser and any(r.sequence.decodes for r in running):",
         "if speculates:",
         f"{ENGINE} -k follow_each_other",
     ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
 
+from qcompile.runtime.preparations import Preparations
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.inputs import SamplingInputs
 
@@ -129,6 +130,8 @@ class StepExecutor(Protocol):
     not, a sequence with a grammar takes one step a call."""
     overlaps: bool
     """Whether the host can do other work after `start`, while the step runs."""
+    preparations: Preparations
+    """When the executor has prepared what later calls are spared."""
 
     def step(
         self, sequences: Sequence[Rows], logits: bool, sampling: Sequence[SamplingInputs] = ()

@@ -16,6 +16,7 @@ from qcompile.artifact.abi import CPU_ABI
 from qcompile.errors import ArtifactError, ResourceError, UsageError
 from qcompile.runtime.cpu.ranks import RankProcesses
 from qcompile.runtime.loader import Arena
+from qcompile.runtime.preparations import Preparations
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.inputs import SamplingInputs
 from qcompile.runtime.sampling.logprobs import alternatives_of
@@ -230,6 +231,7 @@ class Executor:
         states: StateMemory | None = None,
     ) -> None:
         self.library, self.limits, self.threads, self.kv_pages = library, limits, threads, kv_pages
+        self.preparations = Preparations()
         self.caches: list[Arena] = [kv, *([states.slots] if states else [])]
         """The memory of caches and states: its own, and that of the paths that draft for it."""
         if leader is not None:

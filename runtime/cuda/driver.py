@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import cache
 
 from qcompile.errors import ArtifactError, ResourceError
+from qcompile.runtime.preparations import Preparations
 
 # Constants of the driver's API.
 _OUT_OF_MEMORY = 2
@@ -126,6 +127,7 @@ class Driver:
         self.use()
         self.check(self.library.cuStreamCreate(ctypes.byref(stream), 1), "stream")
         self.stream = stream.value
+        self.preparations = Preparations()
 
     def _message(self, code: int) -> str:
         text = ctypes.c_char_p()

@@ -63,6 +63,7 @@ class CudaExecutor:
         if limits.max_tokens > plan["most_rows"]:
             raise UsageError(f"{limits.max_tokens} rows a step, the artifact's kernels take {plan['most_rows']}")
         self.driver, self.plan, self.limits, self.kv_pages = driver, plan, limits, kv_pages
+        self.preparations = driver.preparations
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
         self.hidden: HiddenStates | str = why_not(plan) or HiddenStates(plan["hidden"]["width"], self._step_hidden)
         self.state_slots = limits.slots if plan["slot_bytes"] else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,20 @@ class DeviceFeatures:
         self._driver.use()
         self._driver.copy(self._at(at), source._at(first), rows * (self._at(1) - self.address))
 
+    def gather(self, source: DeviceFeatures, spans: Sequence[tuple[int, int]]) -> FloatArray:
+        """The rows of `source` in `spans` (first row, number), one after the other; they pass through this memory."""
+        parts, at = list[FloatArray](), 0
+        for first, many in _joined(spans):
+            if at + many > self.shape[0]:
+                parts.append(self._read(0, at))
+                at = 0
+            if many > self.shape[0]:
+                parts.append(source._read(first, first + many))
+            else:
+                self.copy(at, source, first, many)
+                at += many
+        return np.concatenate([*parts, self._read(0, at)])
+
     def _read(self, first: int, end: int) -> FloatArray:
         read = np.empty((end - first, self.shape[1]), np.float32)
         self._driver.use()
@@ -59,6 +73,17 @@ class DeviceFeatures:
 
     def _at(self, row: int) -> int:
         return self.address + 4 * row * self.shape[1]
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Spans (first row, number) as few as possible: those that adjoin are one."""
+    joined: list[list[int]] = []
+    for first, many in spans:
+        if joined and sum(joined[-1]) == first:
+            joined[-1][1] += many
+        elif many:
+            joined.append([first, many])
+    return joined
 
 
 def feature_bytes(plan: Mapping[str, Any], rows: int) -> int:

@@ -19,7 +19,7 @@ from qcompile.runtime.cuda.features import DeviceFeatures
 from qcompile.runtime.cuda.rounds import CudaRounds, Launches, RoundInput, RoundOutput
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.arrays import FloatArray
-from qcompile.runtime.speculation.heads import HeadSpeculator, TargetFeatures
+from qcompile.runtime.speculation.heads import ComputedRows, HeadSpeculator, TargetFeatures
 from qcompile.runtime.speculation.stages import DraftStage
 from qcompile.runtime.step import Rows
 
@@ -145,24 +145,48 @@ class CudaHeadSpeculator(HeadSpeculator):
                 self._known[request.id] = TargetFeatures(first, known[start : start + taken])
         return tokens, rounds
 
-    def _take(self, request: Request, start: int, at: int, count: int) -> None:
-        """As `HeadSpeculator._take`. The features of a prompt stay on the GPU: the head computes all rows but the last,
-        of which it may lack the next token."""
+    def _take(self, computed: Sequence[ComputedRows]) -> None:
+        """As `HeadSpeculator._take`. The features of prompts stay on the GPU.
+
+        The head computes all rows of a prompt but the last, of which it may lack the next token.
+        """
         target, head = self._executors
         assert target.features and head.given
-        many = count - 1 if count > self.most_lag else 0
-        if many:
+        prompts = [each for each in computed if each.many > self.most_lag]
+        if prompts:
+            self._fill_prompts(prompts)
+        kept = [each if each.many <= self.most_lag else each.last for each in computed]
+        if not kept:
+            return
+        features = head.given.gather(target.features, [(each.at, each.many) for each in kept])
+        end = 0
+        for each in kept:
+            end += each.many
+            self._keep(each.request, each.start, features[end - each.many : end])
+
+    def _fill_prompts(self, prompts: Sequence[ComputedRows]) -> None:
+        """Have the head compute the rows of `prompts` but the last of each, in steps of as many rows as it takes."""
+        target, head = self._executors
+        assert target.features and head.given
+        for request, start, _, _ in prompts:
             self._keep(request, start, np.empty((0, target.features.shape[1]), np.float32))
-            self._fill([request], 1)
+        self._fill([each.request for each in prompts], 1)
+        rows, at, most = list[Rows](), 0, head.limits.max_tokens
+        for request, start, row, count in prompts:
             before = self._of(request).features  # of one position or none
-            for first in range(start - len(before), start + many, head.limits.max_tokens):
-                end, own = min(first + head.limits.max_tokens, start + many), max(first, start)
-                if first < own:
-                    head.given[:1] = before
-                head.given.copy(own - first, target.features, at + own - start, end - own)
-                head.step([Rows(request.sequence.tokens[first + 1 : end + 1], first, request.sequence.pages, 0)], False)
-                request.drafts.cached[0] = end
-        super()._take(request, start + many, at + many, count - many)
+            place, last = start - len(before), start + count - 1
+            while place < last:
+                end, own = min(last, place + most - at), max(place, start)
+                if place < own:
+                    head.given[at : at + 1] = before
+                head.given.copy(at + own - place, target.features, row + own - start, end - own)
+                rows.append(Rows(request.sequence.tokens[place + 1 : end + 1], place, request.sequence.pages, 0))
+                request.drafts.cached[0], at, place = end, at + end - place, end
+                if at == most:
+                    head.step(rows, False)
+                    rows, at = [], 0
+        if rows:
+            head.step(rows, False)
 
     def _first(self, requests: Sequence[Request], gammas: Sequence[int]) -> list[TargetFeatures]:
         """What the head reads first of each request, in rounds of as many rows as the largest gamma and one more."""

@@ -120,10 +120,11 @@ class Launcher:
         return rest + (self._plan["feedback"] if feed_back else [])
 
     def _capture(self, key: tuple[Any, ...], counts: Counts, launches: list[dict[str, Any]]) -> ctypes.c_void_p:
-        ready = self.prepare(launches, counts)
-        with self._driver.captured() as result:
-            for _, call in ready:
-                call.run()
+        with self._driver.preparations.noted():
+            ready = self.prepare(launches, counts)
+            with self._driver.captured() as result:
+                for _, call in ready:
+                    call.run()
         while len(self.graphs) >= _MAX_GRAPHS:
             self._driver.synchronize()
             self._driver.drop(self.graphs.popitem(last=False)[1])

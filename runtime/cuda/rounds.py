@@ -169,9 +169,8 @@ class CudaRounds(HostSpeculator, ABC):
         Returns each request's new tokens, and the number of rounds run: fewer where all requests reached their ends.
         Drafting and verification are one graph, so all of its time counts as verification.
         """
+        self._note_catch_up(requests, gammas)
         started = time.perf_counter()
-        self._catch_up(requests, gammas)
-        self.catch_up_seconds = time.perf_counter() - started
         lefts = [end - len(request.sequence.tokens) for end, request in zip(ends, requests, strict=True)]
         most = min(rounds * (max(gammas) + 1), RESULTS // len(requests))
         sampling = [
@@ -182,7 +181,7 @@ class CudaRounds(HostSpeculator, ABC):
             for each, left, inputs, gamma in zip((r.sequence for r in requests), lefts, sampling, gammas, strict=True)
         ]
         outputs, rounds = self.run_rounds(sequences, gammas, rounds)
-        seconds = time.perf_counter() - started - self.catch_up_seconds
+        seconds = time.perf_counter() - started
         for request, gamma, output in zip(requests, gammas, outputs, strict=True):
             request.sequence.computed += len(output.tokens)
             request.sampler.took(output.tokens)
@@ -251,9 +250,10 @@ class CudaRounds(HostSpeculator, ABC):
         """The graph of a round with these launch counts, captured when it is first used."""
         key = self._key(drafting, verifying)
         if key not in self._graphs:
-            calls = self._calls(drafting, verifying)  # may reallocate memory, which changes the key
-            key = self._key(drafting, verifying)
-            self._capture(key, calls)
+            with self._driver.preparations.noted():
+                calls = self._calls(drafting, verifying)  # may reallocate memory, which changes the key
+                key = self._key(drafting, verifying)
+                self._capture(key, calls)
         self._graphs.move_to_end(key)
         return self._graphs[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,15 +14,17 @@ from qcompile.runtime.step import Rows
 class PendingStep:
     """A step that has been started and not waited for. Its requests count its tokens (`SequenceState.begin_step`).
 
-    wait: returns the step's tokens. started: when the host started it, on the monotonic clock; the step may have run
-    later, after the step before it. decoding: whether each request had only its last token to compute. is_read: whether
-    drafts need what the executor returns beside the tokens, so that no step may start before this one has ended.
+    wait: returns the step's tokens. started, queued: when the host began and ended to start it, on the monotonic clock;
+    the step may have run later, after the step before it. decoding: whether each request had only its last token to
+    compute. is_read: whether drafts need what the executor returns beside the tokens, so that no step may start before
+    this one has ended.
     """
 
     plan: StepPlan
     rows: Sequence[Rows]
     wait: Callable[[], list[int]]
     started: float
+    queued: float
     decoding: bool
     is_read: bool
 
@@ -30,7 +33,7 @@ class PendingStep:
         plan: StepPlan, rows: Sequence[Rows], wait: Callable[[], list[int]], started: float, is_read: bool
     ) -> PendingStep:
         """The step of `plan`, which has just been started. Notes in its requests that it is pending."""
-        step = PendingStep(plan, rows, wait, started, plan.decoding, is_read)
+        step = PendingStep(plan, rows, wait, started, time.monotonic(), plan.decoding, is_read)
         outputs, steps = 0, plan.steps
         for request, row in zip(plan.requests, rows, strict=True):
             outputs += row.outputs

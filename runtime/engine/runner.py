@@ -29,12 +29,13 @@ class StepRunner:
         self._executor, self._scheduler, self._postprocessor = executor, scheduler, postprocessor
         self._speculation = speculation
         self.timer = CallTimer()
-        self._choice: GammaChoice | None = None  # made by `start`, which has left the step to `run`
+        self._choice: GammaChoice | None = None  # made by `start`, which leaves the step to `run`
 
     @property
     def steps(self) -> int:
         """Steps that the next call should have: one if drafts are to be considered first."""
-        return 1 if self._speculation.active else self.timer.steps.count(len(self._scheduler.running))
+        running = len(self._scheduler.running)
+        return 1 if self._speculation.may_draft(running) else self.timer.steps.count(running)
 
     # ---- asynchronous steps ---------------------------------------------------------------------
 
@@ -42,14 +43,14 @@ class StepRunner:
         """Plan and start the next step, which runs after the pending step `after`, and do not wait for it.
 
         None if there is nothing to compute, if the step needs logits, drafts, or the tokens of `after`, or if drafts
-        will need what `after` returns.
+        will need what `after` returns. Whether it has drafts follows from the calls before `after`.
         """
         if after and after.is_read:
             return None
-        speculates, running = self._speculation.active, self._scheduler.running
-        self._choice = None
-        if speculates and (after or not self._speculation.chooser) and any(r.sequence.decodes for r in running):
-            return None  # it has drafts, or a choice that follows from the time and the tokens of `after`
+        running = self._scheduler.running
+        speculates = self._speculation.may_draft(len(running))
+        if speculates and not self._speculation.chooser and any(r.sequence.decodes for r in running):
+            return None  # it has drafts
         plan = self._scheduler.schedule(self.steps)
         if plan is None or any(request.params.needs_logits(self._executor.samples) for request in plan.requests):
             return None
@@ -74,8 +75,10 @@ class StepRunner:
     def _without_drafts(self, plan: StepPlan) -> StepPlan | None:
         """`plan` as a call of plain steps; None if it may have drafts, or if not all its requests decode."""
         if not (self._speculation.chooser and plan.decoding):
+            self._choice = None
             return None
-        self._choice = choice = self._speculation.choose(plan)
+        choice = self._choice or self._speculation.choose(plan)
+        self._choice = choice if choice.gamma else None
         return None if choice.gamma else self._extend(plan, choice)
 
     def _extend(self, plan: StepPlan, choice: GammaChoice) -> StepPlan:
@@ -88,7 +91,8 @@ class StepRunner:
         waited_from, began = time.monotonic(), max(step.started, self.timer.ended)
         tokens = step.result()
         now = self.timer.end()
-        seconds = self.timer.note_pending(step.plan, step.decoding, waited_from, now - began)
+        spared = self._executor.preparations.within(began, step.queued)
+        seconds = self.timer.note_pending(step.plan, step.decoding, waited_from, now - began - spared)
         step.end()
         if step.decoding and step.plan.decoding:  # else a request was cancelled meanwhile
             self._speculation.note_steps(step.plan, seconds)
@@ -103,7 +107,7 @@ class StepRunner:
         """Run a step and wait for it. With speculation, the step may become rounds or a multi-step decode."""
         started = self.timer.begin(plan)
         self.timer.note_gap(plan, started)
-        if self._speculation.active:
+        if self._speculation.may_draft(len(plan.requests)):
             choice, self._choice = self._choice or self._speculation.choose(plan), None
             gammas = self._speculation.gammas(plan, choice.gamma)
             if any(gammas) and self._speculation.in_one_call(plan):
@@ -122,7 +126,7 @@ class StepRunner:
         rows = plan.rows()
         tokens = self._executor.decode(rows, plan.steps, self._sampling_inputs(plan, rows))
         now = self.timer.end()
-        self._note_plain_steps(plan, now - started)
+        self._note_plain_steps(plan, self._seconds(started, now))
         updates = self._postprocessor.append_all(plan, rows, tokens, now)
         self._speculation.note_rows(plan.requests, rows, plan.steps)
         return updates
@@ -135,8 +139,8 @@ class StepRunner:
             timer.rounds.note_gap(batch, started - timer.ended)
         result = self._speculation.run_rounds(plan, gammas, min(rounds, most or rounds))
         now = timer.end()
-        timer.rounds.note_step(batch, (now - started) / result.rounds)
-        seconds = now - started - result.catch_up_seconds
+        seconds = self._seconds(started, now) - result.catch_up_seconds
+        timer.rounds.note_step(batch, seconds / result.rounds)
         tokens = sum(map(len, result.tokens))
         self._speculation.note_catch_up(plan, gammas, result.catch_up_seconds)
         self._speculation.note_rounds(plan, True, gammas, result.rounds, seconds, tokens)
@@ -156,8 +160,9 @@ class StepRunner:
         ]
         argmax, logits = self._executor.step(rows, any(by_logits), sampling)
         now = self.timer.end()
+        seconds = self._seconds(started, now)
         if not drafts and decoding:
-            self._note_plain_steps(plan, now - started)
+            self._note_plain_steps(plan, seconds)
         updates: list[Update] = []
         at = gained = 0
         for index, (request, row) in enumerate(zip(requests, rows, strict=True)):
@@ -174,11 +179,11 @@ class StepRunner:
             else:
                 chosen = ChosenTokens(accept.greedy(draft, argmax[first:at]), [])
                 request.sampler.took(chosen.tokens)
-            self._note_drafts(request, draft, gamma, len(chosen.tokens), now - started)
+            self._note_drafts(request, draft, gamma, len(chosen.tokens), seconds)
             updates.append(self._postprocessor.append(request, chosen.tokens, now, chosen.logprobs))
             gained += len(chosen.tokens)
         if gammas and decoding:
-            self._speculation.note_rounds(plan, False, gammas, 1, now - started, gained)
+            self._speculation.note_rounds(plan, False, gammas, 1, seconds, gained)
         self._speculation.note_rows(requests, rows)
         return updates
 
@@ -213,6 +218,10 @@ class StepRunner:
             else _inputs_of(request, row, (row.outputs - row.known) * plan.steps)
             for request, row in pairs
         ]
+
+    def _seconds(self, started: float, ended: float) -> float:
+        """What a call took, but for what later calls are spared."""
+        return ended - started - self._executor.preparations.within(started, ended)
 
     def _note_plain_steps(self, plan: StepPlan, seconds: float) -> None:
         """Note the time of a call without drafts."""

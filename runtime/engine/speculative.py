@@ -51,6 +51,10 @@ class Speculation:
         """Whether steps may have drafts."""
         return self.drafter is not None and self.gamma != 0
 
+    def may_draft(self, requests: int) -> bool:
+        """Whether a step of `requests` requests may have drafts, and has room for them."""
+        return self.drafter is not None and self.gamma != 0 and self.drafter.most(max(1, requests)) > 0
+
     @property
     def chooser(self) -> GammaController | None:
         """The controller, if it chooses gamma."""
@@ -76,7 +80,7 @@ class Speculation:
     def rest(self, plan: StepPlan) -> bool:
         """The executor's next call runs `plan` without drafts. Returns whether the drafter reads what it returns: see
         `Drafter.rest`."""
-        return self.drafter is not None and self.drafter.rest(plan.decoding)
+        return self.drafter is not None and self.drafter.rest(plan.steps if plan.decoding else 0)
 
     def note_rows(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int = 1) -> None:
         """Note that the executor has computed rows, and that the tokens after them are appended."""
@@ -165,7 +169,9 @@ class Speculation:
     def note_steps(self, plan: StepPlan, seconds: float) -> None:
         """Note a call of plain steps."""
         if self.chooser:
-            self.chooser.note_steps(plan.requests, self.in_one_call(plan), plan.steps, seconds)
+            whole = self.in_one_call(plan)
+            self.chooser.measurements(plan.requests, whole).full = not self.may_draft(len(plan.requests))
+            self.chooser.note_steps(plan.requests, whole, plan.steps, seconds)
 
     def note_catch_up(self, plan: StepPlan, gammas: Sequence[int], seconds: float) -> None:
         """Note the time that filling the drafts' own caches took before a call of rounds."""

@@ -1,1 +1,1 @@
-"""The processes of a divided model: started here, or by a launcher (torchrun, srun) whose rank 0 finds the others."""
+"""The processes of a divided model: started here, or by a launcher (torchrun, srun); then rank 0 meets the others."""

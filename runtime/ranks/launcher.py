@@ -37,22 +37,22 @@ class LaunchedRank:
 def launched() -> LaunchedRank | None:
     """This process among those that a launcher has started; None if it was started alone. Raises UsageError."""
     given = os.environ
-    found: LaunchedRank | None = None
+    known: LaunchedRank | None = None
     if "TORCHELASTIC_RUN_ID" in given and "WORLD_SIZE" in given:
         run = _values("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
         size = _number("WORLD_SIZE")
         local = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in given else size
-        found = LaunchedRank("torchrun", _number("RANK"), size, run, local)
+        known = LaunchedRank("torchrun", _number("RANK"), size, run, local)
     elif {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= given.keys():
         size = _number("SLURM_STEP_NUM_TASKS")
         machines = _number("SLURM_STEP_NUM_NODES") if "SLURM_STEP_NUM_NODES" in given else 1
         run = _values("SLURM_JOB_ID", "SLURM_STEP_ID")
-        found = LaunchedRank("srun", _number("SLURM_PROCID"), size, run, size if machines == 1 else 1)
-    if found is None or found.size == 1:
+        known = LaunchedRank("srun", _number("SLURM_PROCID"), size, run, size if machines == 1 else 1)
+    if known is None or known.size == 1:
         return None
-    if not 0 <= found.rank < found.size:
-        raise UsageError(f"{found.text}, and rank {found.rank} is none of them: start the processes by its command")
-    return found
+    if not 0 <= known.rank < known.size:
+        raise UsageError(f"{known.text}, and rank {known.rank} is none of them: start the processes by its command")
+    return known
 
 
 def _values(*names: str) -> str:

@@ -85,8 +85,8 @@ def place_of(run: str) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ResourceError(f"cannot make {folder}, where ranks meet: {error.strerror}; set TMPDIR") from error
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ResourceError(f"{folder}, where ranks meet, is not this user's alone: remove it, or set TMPDIR")
     place = folder / f"ranks-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
     if len(os.fsencode(place)) > _MOST_PATH:

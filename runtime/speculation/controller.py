@@ -32,6 +32,12 @@ _MIN_KEEP_PROBABILITY = 0.1
 _FEW_ROWS = 64
 """Fewest rows of which the filling tells what a row takes: with fewer, a step of drafts takes as long as for one."""
 
+_ROW_SHARE = 1 / 64
+"""What filling a row of the drafts' own caches takes, in plain steps, before it was measured."""
+
+_MOST_CREDIT = 1.0
+"""Most seconds of filling that are saved up."""
+
 _YIELD_RATE, _MAX_YIELD = 0.05, 3.0
 """Weight of one call in the moving average of `Measurements.yields`; that call's ratio is limited to this and its
 inverse."""
@@ -56,7 +62,8 @@ class GammaController:
 
     `seconds` is all the time measured, `lost` the part of it by which trials, and rounds that were too slow, took
     longer than the choice known to be faster would have taken for as many tokens. `owed` are the seconds of filling
-    the drafts' own caches for trials that the share of the time for trials has not paid yet: until then there are none.
+    the drafts' own caches for trials that the share of the time for trials has not paid yet; below 0, what is saved up
+    for that. Trials for which more has to be filled wait.
     """
 
     def __init__(self, prior: SpeculationPrior) -> None:
@@ -96,6 +103,7 @@ class GammaController:
         plain, rounds, latency = measured.costs.plain, measured.costs.rounds, measured.latency
         rate = measured.rate = self._mean_rate(requests)
         measured.waits = False
+        fill = lag.rows * (self._row_seconds or _ROW_SHARE * measured.plain)
         tokens = {gamma: measured.yields * expected_tokens(rate, gamma) for gamma in rounds}
         gains = {gamma: math.log(tokens[gamma] * plain / rounds[gamma]) - latency.rounds(gamma) for gamma in rounds}
         best, before = max(gains, key=lambda gamma: gains[gamma]), measured.gamma
@@ -103,9 +111,9 @@ class GammaController:
             best = before
         if gains[best] <= (0.0 if before else MIN_GAIN):
             measured.gamma = 0
-            return (None if self.owed else measured.rounds_trial(tokens, gains)) or GammaChoice(0)
+            return (measured.rounds_trial(tokens, gains) if self.owed + fill <= 0 else None) or GammaChoice(0)
         saved = lag.left * measured.plain * (1 - math.exp(-gains[best]))
-        if not before and (lag.rows * self._row_seconds > saved or (self.owed and not measured.tried)):
+        if not before and (fill > saved or (self.owed > 0 and not measured.tried)):
             measured.waits = True
             return GammaChoice(0)
         measured.gamma, measured.gain = best, math.exp(gains[best])
@@ -186,8 +194,8 @@ class GammaController:
 
     def _save(self, measured: Measurements, seconds: float) -> None:
         """Put the trials' share of `seconds` into what is owed, and the rest into the budget of a kind of work."""
-        paid = min(self.owed, TRIAL_SHARE * seconds)
-        self.owed -= paid
+        paid = min(max(0.0, self.owed), TRIAL_SHARE * seconds)
+        self.owed = max(self.owed - TRIAL_SHARE * seconds, -_MOST_CREDIT)
         measured.save(seconds - paid / TRIAL_SHARE)
 
     def note_finished(self, metrics: SpeculationMetrics) -> None:

@@ -17,7 +17,7 @@ class GammaFacts:
     Gains are speeds relative to plain decoding, by gamma, at `acceptance`: the probability, at the last choice, that a
     draft is accepted if those before it in the round are. `expected` are those with the costs of the prior (costs.py),
     `measured` those with the times of steps and rounds and the tokens of rounds so far; empty before the first rounds.
-    `waits`: as in Measurements.
+    `waits`, `full`: as in Measurements.
     """
 
     batch: int
@@ -27,6 +27,7 @@ class GammaFacts:
     expected: dict[int, float]
     measured: dict[int, float]
     waits: bool = False
+    full: bool = False
 
     @property
     def gain(self) -> float | None:
@@ -36,6 +37,8 @@ class GammaFacts:
     @property
     def reason(self) -> str:
         """Why this gamma, as a sentence."""
+        if self.full:
+            return f"plain decoding, as a step has no room for drafts of {self.batch} requests"
         gains = self.measured or self.expected
         best = max(gains, key=lambda gamma: gains[gamma])
         told = "by what was measured" if self.measured else "by what is expected, as no round was measured yet"
@@ -70,4 +73,4 @@ def _facts(controller: GammaController, measured: Measurements) -> GammaFacts:
     gains = {gamma: measured.yields * many / measured.cost(gamma) for gamma, many in tokens.items()}
     batch, context = measured.place
     known = gains if measured.tried else {}
-    return GammaFacts(batch, 16 * context, measured.gamma, rate, expected, known, measured.waits)
+    return GammaFacts(batch, 16 * context, measured.gamma, rate, expected, known, measured.waits, measured.full)

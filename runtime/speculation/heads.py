@@ -25,8 +25,8 @@ from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.speculation.stages import DraftStage, Speculator, StageResult
 from qcompile.runtime.step import FeatureExecutor, Rows
 
-_REST_AFTER = 16
-"""Tokens without drafts after which the target no longer computes features."""
+_REST_AFTER, _REST_IN = 16, 32
+"""Tokens without drafts after which the target no longer computes features; in calls of more steps, from the first."""
 
 Choose = Callable[[int, int, FloatArray | None], int]
 """Returns a draft for text i, from the head's argmax (a token of the target) and its logits if they are wanted."""
@@ -42,6 +42,20 @@ class TargetFeatures(NamedTuple):
     def end(self) -> int:
         """The position after the last."""
         return self.first + len(self.features)
+
+
+class ComputedRows(NamedTuple):
+    """`many` positions of a request from `start` on, which are rows of the target's last step from row `at` on."""
+
+    request: Request
+    start: int
+    at: int
+    many: int
+
+    @property
+    def last(self) -> ComputedRows:
+        """The last of the positions."""
+        return ComputedRows(self.request, self.start + self.many - 1, self.at + self.many - 1, 1)
 
 
 @dataclass(slots=True)
@@ -117,8 +131,8 @@ class HeadSpeculator(Speculator):
         first, features = self._of(request)
         self._known[request.id] = TargetFeatures(first, features[: max(0, request.sequence.computed - first)])
 
-    def rest(self, decoding: bool) -> bool:
-        self._resting = decoding and self._undrafted >= _REST_AFTER
+    def rest(self, steps: int) -> bool:
+        self._resting = steps > 0 and (self._undrafted >= _REST_AFTER or steps > _REST_IN)
         if self._resting:
             self._target.return_features(False)
         return not self._resting
@@ -132,20 +146,26 @@ class HeadSpeculator(Speculator):
             return
         at, many = 0, len(rows)
         features = self._target.features[: many * steps] if steps > 1 else None
+        computed: list[ComputedRows] = []
         for index, (request, row) in enumerate(zip(requests, rows, strict=True)):
-            new = max(0, request.sequence.computed - row.start)
-            if request.sequence.pages:  # else it has ended
-                self._bridge(request, row.start)
-                if features is None:
-                    self._take(request, row.start, at, min(len(row.tokens), new))
-                else:
-                    self._keep(request, row.start, features[index::many][:new])
-            at += len(row.tokens)
+            first, at, count = at, at + len(row.tokens), max(0, request.sequence.computed - row.start)
+            if not request.sequence.pages:  # it has ended
+                continue
+            if len(row.tokens) == 1 and self._undrafted > _REST_AFTER:
+                self._rested.add(request.id)  # the target has computed features for prompts beside it
+                continue
+            self._bridge(request, row.start)
+            if features is None:
+                computed.append(ComputedRows(request, row.start, first, min(len(row.tokens), count)))
+            else:
+                self._keep(request, row.start, features[index::many][:count])
+        self._take(computed)
         self._fill([request for request in requests if request.sequence.pages], self.most_lag)
 
-    def _take(self, request: Request, start: int, at: int, count: int) -> None:
-        """Keep the features of `count` positions from `start` on: those of the target's last step from row `at` on."""
-        self._keep(request, start, self._target.features[at : at + count])
+    def _take(self, computed: Sequence[ComputedRows]) -> None:
+        """Keep the features of positions that the target's last step has computed."""
+        for request, start, at, count in computed:
+            self._keep(request, start, self._target.features[at : at + count])
 
     def _nothing(self, first: int) -> TargetFeatures:
         return TargetFeatures(first, np.empty((0, self._target.features.shape[1]), np.float32))
@@ -184,6 +204,8 @@ class HeadSpeculator(Speculator):
         That leaves its cache as it is. Recurrent states would move on, so a target with states computes nothing again.
         """
         self._undrafted = 0
+        again: list[ComputedRows] = []
+        at = 0
         for request in requests:
             computed = request.sequence.computed
             newest = max(self._of(request).end, computed - self.most_lag)
@@ -192,10 +214,23 @@ class HeadSpeculator(Speculator):
                     self._bridge(request, computed)
                 continue
             if request.id in self._rested and newest < computed:
-                tokens = request.sequence.tokens[newest:computed]
                 self._bridge(request, newest)
-                self._target.step([Rows(tokens, newest, request.sequence.pages, 0)], False)
-                self._keep(request, newest, self._target.features[: len(tokens)])
+                if at + computed - newest > self.target.limits.max_tokens:
+                    self._compute_again(again)
+                    again, at = [], 0
+                again.append(ComputedRows(request, newest, at, computed - newest))
+                at += computed - newest
+        self._compute_again(again)
+
+    def _compute_again(self, computed: Sequence[ComputedRows]) -> None:
+        """Have the target compute positions once more, in one step, and keep their features."""
+        if computed:
+            rows = [
+                Rows(each.sequence.tokens[start : start + count], start, each.sequence.pages, 0)
+                for each, start, _, count in computed
+            ]
+            self._target.step(rows, False)
+            self._take(computed)
 
     def _bridge(self, request: Request, end: int) -> None:
         """Have no features of the positions before `end` that the target has computed while it rested.
@@ -212,18 +247,20 @@ class HeadSpeculator(Speculator):
         """Compute rows of the head where more than `lag` positions are known that its cache lacks; one always stays."""
         while behind := [request for request in requests if len(self._of(request).features) > lag]:
             rows: list[Rows] = []
-            room = at = self._head.limits.max_tokens
+            given: list[FloatArray] = []
+            room = self._head.limits.max_tokens
             for request in behind:
                 first, known = self._of(request)
                 count = min(len(known) - 1, room)
                 if not count:
                     continue
                 tokens = request.sequence.tokens[first + 1 : first + 1 + count]
-                self._head.given[at - room : at - room + count] = known[:count]
                 rows.append(Rows(tokens, first, request.sequence.pages, 0))
+                given.append(known[:count])
                 request.drafts.cached[0] = first + count
                 self._known[request.id] = TargetFeatures(first + count, known[count:])
                 room -= count
+            self._head.given[: self._head.limits.max_tokens - room] = np.concatenate(given)
             self._head.step(rows, logits=False)
 
     def _draft(self, texts: Sequence[_Text], choose: Choose, logits: bool) -> float:

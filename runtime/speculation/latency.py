@@ -17,9 +17,6 @@ Matrix = list[list[float]]
 _CALL_NOISE, _STEP_NOISE = 0.03**2, 0.05**2
 """Variance of the logarithm of a call's time; what a single step or round adds to it (divided by their number)."""
 
-_INITIAL_PLAIN = 4.0
-"""Variance of plain steps' time before the first."""
-
 _COMMON, _SLOPE, _SINGLE = 0.6**2, 0.1**2, 0.025**2
 """Initial variances of rounds: common to all gammas, of a slope over the logarithm of gamma, of single gammas."""
 
@@ -53,10 +50,11 @@ class LatencyModel:
         middle = sum(logs.values()) / max(1, len(logs))
         slopes = [value - middle for value in logs.values()]
         self._mean = [0.0] * (len(slopes) + 1)
-        self._covariance = _covariance(slopes, _INITIAL_PLAIN, _COMMON, _SLOPE, _SINGLE)
+        self._covariance = _covariance(slopes, 0.0, _COMMON, _SLOPE, _SINGLE)
         self._drift = _covariance(slopes, _PLAIN_DRIFT, _COMMON_DRIFT, _SLOPE_DRIFT, _SINGLE_DRIFT)
         self._change = _covariance(slopes, 1.0, 1.0, 0.0, 0.0)
         self._tokens = 0.0  # since the last call; their drift is not in the covariance yet
+        self._begun = False  # whether a plain step was measured: the table's unit of time may be any
         self._outlier = 0  # kind of the last call if it was an outlier; negative if it was faster than expected
         self._delays = [0.0, 0.0, 0.0]  # how much longer than expected the last call took, by kind
 
@@ -87,6 +85,9 @@ class LatencyModel:
 
     def observe_steps(self, seen: float, steps: int) -> None:
         """Note a call of plain steps; seen: logarithm of a step's time over the table's."""
+        if not self._begun:
+            self._begun, self._mean[0], self._covariance[0][0] = True, seen, _CALL_NOISE + _STEP_NOISE / steps
+            return
         self._update(seen, 0, steps, 1)
 
     def observe_rounds(self, gamma: int, seen: float, rounds: int) -> None:

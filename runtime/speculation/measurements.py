@@ -28,8 +28,9 @@ _LOOK_INTERVAL = 48
 _PLAIN_INTERVAL = 24
 """Fewest tokens between two trials of plain steps."""
 
-_PLAIN_TRIAL_STEPS = 6
-"""Steps of a trial of plain decoding: more in one call would add little, as they share most of its noise."""
+_PLAIN_TRIAL_STEPS, _PLAIN_TRIAL_SECONDS = 6, 3e-3
+"""Steps of a trial of plain decoding, more where these take less than 3 ms: a shorter call is mostly its own overhead.
+Further steps would add little, as they share most of a call's noise."""
 
 _MIN_TRIAL_ROUNDS = 2
 """Rounds that the budget must cover before a further trial of rounds."""
@@ -40,8 +41,8 @@ _MAX_TRIAL_STEPS = 12.0
 TRIAL_SHARE = 0.01
 """Share of the time that trials may cost."""
 
-_MAX_BUDGET = 3.0
-"""Most time in the budget, in plain steps."""
+_MAX_BUDGET = 0.5
+"""Most time in the budget, in trials of plain decoding."""
 
 _CALL_OVERHEAD = 1.5e-4
 """Seconds of a call of many steps or rounds that are not spent in them: waking threads, entering and leaving Python."""
@@ -84,6 +85,8 @@ class Measurements:
     """Acceptance of the requests at the last choice, 0 before the first."""
     waits: bool = False
     """Whether rounds that were expected to be faster waited at the last choice, as drafts' caches had to be filled."""
+    full: bool = False
+    """Whether a step has no room for drafts of as many requests."""
     gain: float = 1.0
     """Expected speed of `gamma` relative to plain decoding."""
     yields: float = 1.0
@@ -101,7 +104,7 @@ class Measurements:
         """Note plain steps that took `seconds`, call overhead excluded."""
         self.latency.observe_steps(math.log(seconds / steps / self.costs.plain), steps)
         self._advance(steps)
-        if self.plain_age:
+        if self.plain_age or not self.tried:
             self.compared = self.latency.plain
         self.plain_age = 0
 
@@ -122,8 +125,13 @@ class Measurements:
 
     def save(self, seconds: float) -> None:
         """Add the trials' share of `seconds` to the budget."""
-        most = _MAX_BUDGET * self.plain
+        most = _MAX_BUDGET * self.plain_trial_steps * self.plain
         self.budget = min(max(self.budget, -most) + TRIAL_SHARE * seconds, most)
+
+    @property
+    def plain_trial_steps(self) -> int:
+        """Steps of a trial of plain decoding."""
+        return max(_PLAIN_TRIAL_STEPS, round(_PLAIN_TRIAL_SECONDS / self.plain)) if self.plain else _PLAIN_TRIAL_STEPS
 
     # ---- trials ---------------------------------------------------------------------------------
 
@@ -137,10 +145,11 @@ class Measurements:
         gain: the expected gain of the rounds in use.
         """
         deviation, loss = self.deviation(self.gamma), self.plain * (1 - 1 / self.gain)
-        paid = gain < _OPTIMISM * deviation and _PLAIN_TRIAL_STEPS * loss <= self.budget
+        steps = self.plain_trial_steps
+        paid = gain < _OPTIMISM * deviation and steps * loss <= self.budget
         if self.plain_age < _PLAIN_INTERVAL or not (paid or deviation > _MAX_DEVIATION):
             return None
-        return GammaChoice(0, _PLAIN_TRIAL_STEPS)
+        return GammaChoice(0, steps)
 
     def gamma_trial(self, gains: dict[int, float]) -> GammaChoice | None:
         """A trial of another gamma than the one in use, if it is due and one may be better by a margin.

@@ -83,7 +83,7 @@ class Reencoder:
     def settle(self, request: Request) -> None:
         """After verification: nothing to do, as `propose` compares the cache with the text."""
 
-    def rest(self, decoding: bool) -> bool:
+    def rest(self, steps: int) -> bool:
         """A call without drafts follows: the draft needs nothing of it."""
         return False
 

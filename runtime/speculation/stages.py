@@ -79,8 +79,8 @@ class Drafter(Protocol):
     def settle(self, request: Request) -> None:
         """A step has verified drafts of the request, or has appended a token without drafts."""
 
-    def rest(self, decoding: bool) -> bool:
-        """The target's next call has no drafts; with `decoding`, all its requests decode.
+    def rest(self, steps: int) -> bool:
+        """The target's next call has no drafts, but `steps` steps of requests that all decode; 0 if they do not.
 
         Returns whether `note` reads what that call returns, and so must come before the call after it. If not, `note`
         may come as soon as the call has started.
@@ -115,7 +115,7 @@ class Speculator:
     """Most positions that a draft's own cache may lag behind the target's; the draft's next step computes them too."""
 
     catch_up_seconds = 0.0
-    """Seconds that the last call of `rounds` spent to fill the drafts' own caches first."""
+    """Seconds that the last call of `rounds` spent to fill the drafts' own caches first, without preparations."""
 
     def __init__(self, target: StepExecutor, stages: Sequence[DraftStage]) -> None:
         self.target, self.stages = target, tuple(stages)
@@ -145,7 +145,7 @@ class Speculator:
         cached = request.drafts.cached
         cached[:] = [min(positions, request.sequence.computed) for positions in cached]
 
-    def rest(self, decoding: bool) -> bool:
+    def rest(self, steps: int) -> bool:
         """A call without drafts follows: drafts need nothing of it."""
         return False
 
@@ -242,9 +242,7 @@ class Speculator:
 
         Returns each request's new tokens, and the number of rounds of the request that took the most.
         """
-        started = time.perf_counter()
-        self._catch_up(requests, gammas)
-        self.catch_up_seconds = time.perf_counter() - started
+        self._note_catch_up(requests, gammas)
         results = self._extend_and_note(requests, gammas, ends, rounds)
         for request, most, result in zip(requests, gammas, results, strict=True):
             request.sequence.computed = result.computed[0]
@@ -286,6 +284,13 @@ class Speculator:
         if any(stage.executor is None for stage in self.stages):
             first = [min(start, max(0, place - WINDOW)) for start, place in zip(first, own, strict=True)]
         return first, computed
+
+    def _note_catch_up(self, requests: Sequence[Request], gammas: Sequence[int]) -> None:
+        """`_catch_up`, with a note of the time it takes."""
+        started = time.monotonic()
+        self._catch_up(requests, gammas)
+        ended = time.monotonic()
+        self.catch_up_seconds = ended - started - self.target.preparations.within(started, ended)
 
     def _catch_up(self, requests: Sequence[Request], gammas: Sequence[int]) -> None:
         """Fill the drafts' own caches where they lag behind the target's: after a prompt, and after plain steps.

@@ -33,6 +33,7 @@ from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.engine import Engine
 from qcompile.runtime.lora.factors import factors
+from qcompile.runtime.preparations import Preparations
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.inputs import SamplingInputs
 from qcompile.runtime.speculation.controller import GammaController
@@ -53,6 +54,7 @@ class HostDriver:
     stream = 0
 
     def __init__(self) -> None:
+        self.preparations = Preparations()
         self.memory: dict[int, torch.Tensor] = {}
         self.recording: list[HostLaunch] | None = None
         self.replays = 0

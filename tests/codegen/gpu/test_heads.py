@@ -21,7 +21,8 @@ from tests.support.compiled import Record
 from tests.support.heads import WHOLE_BLOCKS, in_torch, save_head, save_target, torch_shortfalls
 from tests.support.interpreted import interpreted, needs_triton
 
-PROMPTS = [[5, 9, 11], [7], list(range(20, 37)), [3, 35, 3]]
+PROMPTS = [[5, 9, 11], [7], list(range(20, 37)), [3, 35, 3] * 4]
+"""Two of them are of more positions than a head may lag behind the target."""
 
 LONG = [number * 7 % 50 + 40 for number in range(75)]
 """A prompt of more rows than a step takes."""

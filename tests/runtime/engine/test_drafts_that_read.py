@@ -37,8 +37,8 @@ class ReadingDrafts(Speculator):
         self.started += 1
         return self._start(rows, *rest)
 
-    def rest(self, decoding: bool) -> bool:
-        self._reads = not decoding or self._needs(next(self._calls))
+    def rest(self, steps: int) -> bool:
+        self._reads = not steps or self._needs(next(self._calls))
         return self._reads
 
     def note(self, requests: Sequence[Request], rows: Sequence[Rows], steps: int) -> None:

@@ -161,8 +161,8 @@ def test_calls_that_take_no_time_are_no_error(seconds: float) -> None:
 
 def test_plain_steps_are_tried_where_rounds_are_as_fast() -> None:
     rounds = {"deviation": lambda gamma: 1.0, "gamma": 4, "gain": 1.0}
-    measured: Any = SimpleNamespace(plain=1.0, plain_age=100, budget=0.5, **rounds)
-    assert measurements.Measurements.plain_trial(measured, 0.0) == (0, measurements._PLAIN_TRIAL_STEPS)
+    measured: Any = SimpleNamespace(plain=1.0, plain_age=100, budget=0.5, plain_trial_steps=6, **rounds)
+    assert measurements.Measurements.plain_trial(measured, 0.0) == (0, 6)
 
 
 def test_a_machine_that_changes_its_pace_is_followed() -> None:
