@@ -20,6 +20,8 @@ class Writing(Protocol):
 
     def mine(self, name: str) -> str: ...
 
+    def gate(self, kind: str) -> str: ...
+
 
 def lora_shrink(statements: Writing, call: LoraShrink, _: int) -> list[str]:
     """A x of the rows that have adapters, split over the threads by rows."""
@@ -53,7 +55,7 @@ def gate_rows(statements: Writing, call: GateRows, index: int) -> list[str]:
 def gated_by(statements: Writing, gate: GateRows, gemm: str) -> list[str]:
     """Let the gemm in the C++ variable `gemm` compute `gate` if no row has an adapter."""
     out = statements.program.buffer(gate.out)
-    how = f"{gemm}.epilogue = kGated, {gemm}.act = {unary_kind(gate.kind)}"
+    how = f"{gemm}.epilogue = kGated, {gemm}.act = {statements.gate(gate.kind)}"
     lines = [f"{how}, {gemm}.out = {ident(out.name)}, {gemm}.out_stride = {out.stride};"]
     if out.width != out.stride:
         lines.append(f"pad_rows({statements.mine(out.name)}, {ident(out.name)}, {out.width});")

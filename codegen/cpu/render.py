@@ -81,6 +81,7 @@ def render(program: Program, target: Target) -> str:
             kv_format=program.kv.kind.cpu_latent if program.kv.value else program.kv.kind.cpu_name,
             format_headers=_format_headers(program),
             call_headers=tuple(statements.headers),
+            gates=tuple(statements.gates),
             headers=Headers(_TEMPLATES),
             ident=ident,
             place=lambda buffer: _place(buffer, barriers),

@@ -63,7 +63,8 @@ def rope_stride(rotary_dim: int) -> int:
 class Statements:
     """Writes the statements of calls. `ropes` are the tables of cos and sin that calls written so far read.
 
-    `headers` are those that only these calls need, besides the ones that every model includes.
+    `headers` are those that only these calls need, besides the ones that every model includes. `gates` are the
+    enumerators of their gated products' activations.
     """
 
     def __init__(self, program: Program, barriers: Barriers) -> None:
@@ -71,6 +72,7 @@ class Statements:
         self.index = {name: i for i, name in enumerate(program.weights)}
         self.ropes: dict[tuple[str, int, float], RopeTable] = {}
         self.headers: dict[str, None] = {}
+        self.gates: dict[str, None] = {}
 
     def of(self, index: int) -> list[str]:
         """The statements of call `index`. UnsupportedError naming the call if it has no kernel."""
@@ -87,6 +89,12 @@ class Statements:
     def mine(self, name: str) -> str:
         """The C++ expression for the rows of buffer `name` that this thread computes."""
         return f"s.mine({rows_kind(self.program.buffer(name))}, {boolean(name in self.barriers.own)})"
+
+    def gate(self, kind: str) -> str:
+        """The enumerator of an activation of a gated product, which the library then has."""
+        name = unary_kind(kind)
+        self.gates[name] = None
+        return name
 
     def _embed(self, c: Embed, _: int) -> list[str]:
         ids = "b.token_ids" if c.index == "tokens" else "b.positions"
@@ -192,7 +200,7 @@ class Statements:
             lines.append(f"{var}.bias = {self.weight(c.bias)};")
         lines.append(f"{var}.epilogue = {_EPILOGUE[c.epilogue]};")
         if c.epilogue in GATED:
-            lines.append(f"{var}.act = {unary_kind(GATED[c.epilogue])};")
+            lines.append(f"{var}.act = {self.gate(GATED[c.epilogue])};")
         if c.residual is not None:
             residual = self.program.buffer(c.residual)
             lines.append(f"{var}.residual = {ident(c.residual)}, {var}.residual_stride = {residual.stride};")
@@ -247,7 +255,7 @@ class Statements:
             f"{e}.out = {ident(c.out)}, {e}.out_stride = {out.stride}, {e}.gemm.epilogue = {_EPILOGUE[c.epilogue]};",
         ]
         if gated:
-            lines.append(f"{e}.gemm.act = {unary_kind(GATED[c.epilogue])}, {e}.gemm.offset = {f32(c.offset)};")
+            lines.append(f"{e}.gemm.act = {self.gate(GATED[c.epilogue])}, {e}.gemm.offset = {f32(c.offset)};")
         if c.limit is not None:
             lines.append(f"{e}.gemm.limit = {f32(c.limit)};")
         for role, name in c.weights.items():

@@ -1,6 +1,7 @@
 """Triton's interpreter without what takes it most of its time.
 
-What kernels compute stays the same to the bit, but for sums of products, which are rounded once.
+What kernels compute stays the same to the bit, but for sums of products, which are rounded once, and for numbers that
+become bf16, which are rounded as on GPUs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def hasten() -> None:
     _remember_types()
     _remember_constants()
     _shorten_operators()
-    _widen_at_once()
+    _round_at_once()
     _shorten_loads()
     _shorten_casts()
     _shorten_new_dimensions()
@@ -217,19 +218,36 @@ def _key(tensor: Any) -> Any:
     return id(vars(type)) if type.is_block() else type.name
 
 
-def _widen_at_once() -> None:
-    """A bf16 as float32 is its bits before 16 zeros, which the interpreter finds out of what they stand for."""
+def _round_at_once() -> None:
+    """A float32 as bf16 is the nearest one, the even one of two, as GPUs round; a bf16 has its bits before 16 zeros.
+
+    The interpreter finds out what bits stand for, cuts off what GPUs round, and where it rounds halves numbers whose
+    rounding carries into an odd exponent.
+    """
     import numpy as np
+    from triton._C.libtriton import ir
     from triton.runtime import interpreter
 
-    convert_float = interpreter._convert_float
+    convert_float, rounded = interpreter._convert_float, (None, ir.ROUNDING_MODE.RTNE)
 
     def convert(data: Any, from_type: Any, to_type: Any, rounding: Any) -> Any:
         if (from_type.name, to_type.name) == ("bf16", "fp32"):
             return data.view(np.uint16).astype(np.uint32) << 16
+        if (from_type.name, to_type.name) == ("fp32", "bf16") and rounding in rounded:
+            return _nearest(data)
         return convert_float(data, from_type, to_type, rounding)
 
     interpreter._convert_float = convert
+
+
+def _nearest(data: Any) -> Any:
+    """The bits of float32 numbers as bf16."""
+    import numpy as np
+
+    bits = np.ascontiguousarray(data).view(np.uint32).reshape(data.shape)
+    result = ((bits + ((bits >> 16 & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+    unknown = np.isnan(data)
+    return np.where(unknown, np.uint16(0x7FC0), result) if unknown.any() else result
 
 
 def _shorten_loads() -> None:
@@ -281,12 +299,14 @@ def _shorten_casts() -> None:
         if type(dtype) is core.constexpr:
             dtype = dtype.value
         own = self.dtype.name
-        widens = own == "bf16" and dtype.name == "fp32"
-        if rest or more or not (widens or (own in _CAST and dtype.name in _CAST)):
+        widens, narrows = (own, dtype.name) == ("bf16", "fp32"), (own, dtype.name) == ("fp32", "bf16")
+        if rest or more or not (widens or narrows or (own in _CAST and dtype.name in _CAST)):
             return whole(self, dtype, *rest, **more)
 
         def cast(to_type: Any) -> Any:
             data = self.handle.data
+            if narrows:
+                return _nearest(data).view(to_type)
             return (data.view(np.uint16).astype(np.uint32) << 16).view(to_type) if widens else data.astype(to_type)
 
         key = _key(self), dtype.name

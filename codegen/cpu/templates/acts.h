@@ -65,3 +65,15 @@ QC_INLINE f32x16 unary(UnaryKind kind, f32x16 x) {
   }
   return x;
 }
+
+// The activations that gated products are compiled with: in a library, those of its model.
+#ifndef QC_GATES
+#define QC_GATES kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2, kTanh, kSigmoid, kMish, kElu, kSoftplus, kExp
+#endif
+
+template <UnaryKind... kinds>
+QC_INLINE f32x16 unary_of(UnaryKind kind, f32x16 x) {
+  f32x16 y = x;
+  if (!((kind == kinds && (y = unary(kinds, x), true)) || ...)) __builtin_trap();
+  return y;
+}

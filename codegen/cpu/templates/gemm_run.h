@@ -45,7 +45,7 @@ QC_INLINE f32x16 gated(const Gemm& g, f32x16 gate, f32x16 up) {
     gate = select(gate > g.limit, splat(g.limit), gate);
     up = select(up > g.limit, splat(g.limit), select(up < -g.limit, splat(-g.limit), up));
   }
-  return unary(g.act, gate) * (up + g.offset);
+  return unary_of<QC_GATES>(g.act, gate) * (up + g.offset);
 }
 
 // Output columns of a unit: from `column` on, `width` of them inside the matrix.

@@ -54,6 +54,15 @@ def test_step_reads_as_the_program(golden: Callable[[str, str], None]) -> None:
     golden("step_w4a8.cpp", step_of(render.render(build(tiny)[0], AVX2)))
 
 
+def test_gated_products_have_the_activations_of_the_model() -> None:
+    """Each of the others would add a tenth to a library and to the time that it takes to compile."""
+    program = build(Tiny())[0]
+    assert "\n#define QC_GATES kSilu\n" in render.render(program, AVX2)
+    calls = [replace(c, epilogue="gelu_mul") if isinstance(c, Gemm) and c.epilogue == "silu_mul" else c
+             for c in program.calls]  # fmt: skip
+    assert "\n#define QC_GATES kGelu\n" in render.render(replace(program, calls=calls), AVX2)
+
+
 def test_source_is_self_contained_and_stable() -> None:
     program = build(Tiny())[0]
     source = render.render(program, AVX2)
