@@ -28,6 +28,13 @@ def unary_kind(kind: str) -> str:
     return f"k{kind.title().replace('_', '')}"
 
 
+def gate_kind(kind: str, gates: dict[str, None]) -> str:
+    """The enumerator of a gated product's activation, which is added to those that the library is compiled with."""
+    name = unary_kind(kind)
+    gates[name] = None
+    return name
+
+
 def f32(value: float) -> str:
     """The float32 nearest to `value`, as a C++ literal that parses back exactly."""
     text = format(struct.unpack("f", struct.pack("f", value))[0], ".9g")

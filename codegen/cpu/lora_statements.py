@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from qcompile.codegen.cpu.barriers import Barriers
-from qcompile.codegen.cpu.cpp import ident, unary_kind
+from qcompile.codegen.cpu.cpp import gate_kind, ident, unary_kind
 from qcompile.codegen.lora_calls import GateRows, LoraExpand, LoraShrink, adapted
 from qcompile.codegen.program import Program
 
@@ -17,10 +17,9 @@ class Writing(Protocol):
 
     program: Program
     barriers: Barriers
+    gates: dict[str, None]
 
     def mine(self, name: str) -> str: ...
-
-    def gate(self, kind: str) -> str: ...
 
 
 def lora_shrink(statements: Writing, call: LoraShrink, _: int) -> list[str]:
@@ -55,7 +54,7 @@ def gate_rows(statements: Writing, call: GateRows, index: int) -> list[str]:
 def gated_by(statements: Writing, gate: GateRows, gemm: str) -> list[str]:
     """Let the gemm in the C++ variable `gemm` compute `gate` if no row has an adapter."""
     out = statements.program.buffer(gate.out)
-    how = f"{gemm}.epilogue = kGated, {gemm}.act = {statements.gate(gate.kind)}"
+    how = f"{gemm}.epilogue = kGated, {gemm}.act = {gate_kind(gate.kind, statements.gates)}"
     lines = [f"{how}, {gemm}.out = {ident(out.name)}, {gemm}.out_stride = {out.stride};"]
     if out.width != out.stride:
         lines.append(f"pad_rows({statements.mine(out.name)}, {ident(out.name)}, {out.width});")

@@ -30,7 +30,7 @@ from qcompile.codegen.calls import (
 )
 from qcompile.codegen.cpu import feature_statements, lora_statements
 from qcompile.codegen.cpu.barriers import Barriers
-from qcompile.codegen.cpu.cpp import boolean, bound, f32, ident, rows_kind, unary_kind
+from qcompile.codegen.cpu.cpp import boolean, bound, f32, gate_kind, ident, rows_kind, unary_kind
 from qcompile.codegen.program import Program
 from qcompile.codegen.sizes import round_up
 from qcompile.codegen.state_calls import MOST_TAPS, ConvStep, RecurrenceStep
@@ -63,8 +63,7 @@ def rope_stride(rotary_dim: int) -> int:
 class Statements:
     """Writes the statements of calls. `ropes` are the tables of cos and sin that calls written so far read.
 
-    `headers` are those that only these calls need, besides the ones that every model includes. `gates` are the
-    enumerators of their gated products' activations.
+    `headers` are those that only these calls need, besides those that every model includes. `gates`: see `gate_kind`.
     """
 
     def __init__(self, program: Program, barriers: Barriers) -> None:
@@ -89,12 +88,6 @@ class Statements:
     def mine(self, name: str) -> str:
         """The C++ expression for the rows of buffer `name` that this thread computes."""
         return f"s.mine({rows_kind(self.program.buffer(name))}, {boolean(name in self.barriers.own)})"
-
-    def gate(self, kind: str) -> str:
-        """The enumerator of an activation of a gated product, which the library then has."""
-        name = unary_kind(kind)
-        self.gates[name] = None
-        return name
 
     def _embed(self, c: Embed, _: int) -> list[str]:
         ids = "b.token_ids" if c.index == "tokens" else "b.positions"
@@ -200,7 +193,7 @@ class Statements:
             lines.append(f"{var}.bias = {self.weight(c.bias)};")
         lines.append(f"{var}.epilogue = {_EPILOGUE[c.epilogue]};")
         if c.epilogue in GATED:
-            lines.append(f"{var}.act = {self.gate(GATED[c.epilogue])};")
+            lines.append(f"{var}.act = {gate_kind(GATED[c.epilogue], self.gates)};")
         if c.residual is not None:
             residual = self.program.buffer(c.residual)
             lines.append(f"{var}.residual = {ident(c.residual)}, {var}.residual_stride = {residual.stride};")
@@ -255,7 +248,9 @@ class Statements:
             f"{e}.out = {ident(c.out)}, {e}.out_stride = {out.stride}, {e}.gemm.epilogue = {_EPILOGUE[c.epilogue]};",
         ]
         if gated:
-            lines.append(f"{e}.gemm.act = {self.gate(GATED[c.epilogue])}, {e}.gemm.offset = {f32(c.offset)};")
+            lines.append(
+                f"{e}.gemm.act = {gate_kind(GATED[c.epilogue], self.gates)}, {e}.gemm.offset = {f32(c.offset)};"
+            )
         if c.limit is not None:
             lines.append(f"{e}.gemm.limit = {f32(c.limit)};")
         for role, name in c.weights.items():

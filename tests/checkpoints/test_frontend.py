@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
     "intermediate_size": 72,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -112,7 +112,7 @@ def test_sliding_window(tmp_path: Path) -> None:
     torch.manual_seed(0)
     MistralForCausalLM(MistralConfig(**SETTINGS, sliding_window=4)).save_pretrained(tmp_path)
     graph = agrees(tmp_path)
-    assert [node.args[4] for node in graph.calls("attention")] == [4, 4]
+    assert [node.args[4] for node in graph.calls("attention")] == [4]
 
 
 @pytest.mark.parametrize("present", first(("lm_head.weight",), ["lm_head.weight", "model.embed_tokens.weight"]))
@@ -157,7 +157,7 @@ def test_shards_and_half_precision(tmp_path: Path) -> None:
 
     llama(tmp_path / "whole")
     module = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16)
-    module.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    module.save_pretrained(tmp_path / "shards", max_shard_size="12KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     agrees(tmp_path / "shards")
 
@@ -187,7 +187,7 @@ def test_configuration_alone(tmp_path: Path) -> None:
     llama(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     graph = apply(Raise(), frontend.load(tmp_path, weights=False)).graph
-    assert len(graph.calls("attention")) == 2
+    assert len(graph.calls("attention")) == 1
     with pytest.raises(UnsupportedError, match=r"weight model\.norm\.weight was not given"):
         graph.weights["model.norm.weight"]
 
@@ -219,7 +219,7 @@ def weights(change: Callable[[dict[str, Tensor]], Any]) -> Edit:
     return edit
 
 
-NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
 REFUSED: dict[str, tuple[Edit, type[QCompileError], str]] = {
     "no config": (lambda p: (p / "config.json").unlink(), UsageError, "config.json is missing"),
     "config is garbage": (lambda p: (p / "config.json").write_bytes(b"\xff{"), UsageError, "not readable JSON"),

@@ -18,7 +18,7 @@ def longrope(tmp_path: Path) -> Path:
     factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
     lengths = {"original_max_position_embeddings": 32}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **factors, **lengths}
-    small = COMMON | {"max_position_embeddings": 64, "rope_parameters": rope, **lengths}
+    small = COMMON | {"num_hidden_layers": 1, "max_position_embeddings": 64, "rope_parameters": rope, **lengths}
     save("phi3", small, tmp_path / "model")
     return tmp_path / "model"
 

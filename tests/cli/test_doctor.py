@@ -81,7 +81,7 @@ def test_masks_of_millions_of_tokens_are_looked_at_row_by_row(window: int) -> No
 def test_doctor_says_which_weight_it_lacks(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where values decide how a model is compiled, as a table of positions does, it is refused, not a wrong request."""
     monkeypatch.setattr(huggingface_weights, "_computed_buffers", lambda *_: {})
-    AutoConfig.for_model("llama", **COMMON).save_pretrained(tmp_path)
+    AutoConfig.for_model("llama", **COMMON | {"num_hidden_layers": 1}).save_pretrained(tmp_path)
     assert code_of("doctor", tmp_path, "--json") == 3
     (refused,) = json.loads(capsys.readouterr().out)["unsupported"]
     assert "inv_freq was not given, and its values are needed: the model was read without" in refused["reason"]

@@ -31,6 +31,7 @@ def test_from_build_to_run(
 ) -> None:
     monkeypatch.setattr("qcompile.cli.tune.REPEATS", 1)
     monkeypatch.setattr("qcompile.cli.tune.MOST_REPEATS", 1)  # else it measures for seconds
+    monkeypatch.setattr("qcompile.cli.tune._LONG", 32)  # one context
 
     def json_of(*arguments: object) -> Any:
         assert code_of(*arguments, "--json") == 0, capsys.readouterr().err

@@ -33,6 +33,14 @@ def checkpoint(made_once: MadeOnce) -> Callable[[str], Path]:
     return lambda kind: made_once(f"mtp-{kind}", lambda path: save(kind, path))
 
 
+@pytest.fixture(scope="module")
+def artifact(made_once: MadeOnce, checkpoint: Callable[[str], Path]) -> Callable[[str], Path]:
+    """The checkpoints and their modules as artifacts, which no test changes; built when first asked for."""
+    return lambda kind: made_once(
+        f"mtp-{kind}-w8a8", lambda out: qcompile.build(str(checkpoint(kind)), out, recipe="w8a8", drafts="mtp")
+    )
+
+
 def raised(path: Path) -> Graph:
     """The module in `path` as a raised graph."""
     return ModuleSource.of(path).graph(Graph.__new__(Graph), "draft1.", Raise(), Clock(silent))
@@ -54,14 +62,13 @@ def test_computes_what_the_layer_of_the_model_computes(kind: str, checkpoint: Ca
 
 
 @pytest.mark.parametrize("kind", ["qwen", pytest.param("deepseek", marks=pytest.mark.exhaustive)])
-def test_tokens_are_the_models_own(kind: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_tokens_are_the_models_own(kind: str, artifact: Callable[[str], Path]) -> None:
     """Over recurrent states and over latents; some first and second drafts are accepted, some rejected."""
-    qcompile.build(str(checkpoint(kind)), tmp_path / "out", recipe="w8a8", drafts="mtp")
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    with qcompile.load(tmp_path / "out", threads=1, gamma=0) as plain:
+    with qcompile.load(artifact(kind), threads=1, gamma=0) as plain:
         wanted = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, params)]
     for gamma in (1, 3):
-        with qcompile.load(tmp_path / "out", threads=1, gamma=gamma, prefix_caching=False) as llm:
+        with qcompile.load(artifact(kind), threads=1, gamma=gamma, prefix_caching=False) as llm:
             outputs = llm.generate(PROMPTS, params)
             llm.engine.check()
             assert llm.engine.pool.used == 0
@@ -72,12 +79,11 @@ def test_tokens_are_the_models_own(kind: str, checkpoint: Callable[[str], Path],
         assert 0.2 * drafted[0] < accepted[0] < drafted[0] and all(accepted[:2]), (drafted, accepted)
 
 
-def test_states_are_right_after_a_rest(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_states_are_right_after_a_rest(artifact: Callable[[str], Path]) -> None:
     """The target has computed tokens without features, and does not compute them again for the module."""
-    qcompile.build(str(checkpoint("qwen")), tmp_path / "out", recipe="w8a8", drafts="mtp")
     params, tokens = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True), []
     for gammas in ([0] * 30, [3] * 3 + [0] * 8 + [3] * 30):
-        with qcompile.load(tmp_path / "out", threads=1, gamma=3, prefix_caching=False) as llm:
+        with qcompile.load(artifact("qwen"), threads=1, gamma=3, prefix_caching=False) as llm:
             fix_calls(llm.engine, 4)
             requests = [llm.engine.add(prompt, params) for prompt in PROMPTS]
             for gamma in gammas:

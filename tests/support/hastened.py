@@ -221,7 +221,7 @@ def _key(tensor: Any) -> Any:
 def _round_at_once() -> None:
     """A float32 as bf16 is the nearest one, the even one of two, as GPUs round; a bf16 has its bits before 16 zeros.
 
-    The interpreter finds out what bits stand for, cuts off what GPUs round, and where it rounds halves numbers whose
+    The interpreter finds out what bits stand for, and cuts off what GPUs round. Where it rounds, it halves a number if
     rounding carries into an odd exponent.
     """
     import numpy as np

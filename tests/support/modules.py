@@ -24,7 +24,7 @@ def randomized(module: nn.Module, seed: int = 0) -> nn.Module:
 class Plain(nn.Module):
     """SDPA with grouped keys repeated, rotary embedding by halves, written-out RMSNorm, SwiGLU, tied head."""
 
-    def __init__(self, layers: int = 2, kv_heads: int = 2) -> None:
+    def __init__(self, layers: int = 1, kv_heads: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.layers = nn.ModuleList(PlainLayer(kv_heads) for _ in range(layers))
@@ -70,7 +70,7 @@ class PlainLayer(nn.Module):
 class Classic(nn.Module):
     """LayerNorm, fused qkv, learned positions, biases, GELU, softmax written out under a stored mask."""
 
-    def __init__(self, layers: int = 2, longest: int = 64) -> None:
+    def __init__(self, layers: int = 1, longest: int = 64) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(longest, HIDDEN)
         self.layers = nn.ModuleList(ClassicLayer(longest) for _ in range(layers))
@@ -159,7 +159,7 @@ class Modern(nn.Module):
     caller gives the positions.
     """
 
-    def __init__(self, layers: int = 2, window: int = 5) -> None:
+    def __init__(self, layers: int = 1, window: int = 5) -> None:
         super().__init__()
         self.window = window
         self.embed, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
@@ -204,7 +204,7 @@ class ModernLayer(nn.Module):
 class Cached(nn.Module):
     """Rotary tables stored ahead and cut to length, torch's RMSNorm modules, keys and values of one head."""
 
-    def __init__(self, layers: int = 2, longest: int = 64, size: int = 16, base: float = 10000.0) -> None:
+    def __init__(self, layers: int = 1, longest: int = 64, size: int = 16, base: float = 10000.0) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
         self.layers = nn.ModuleList(CachedLayer(size) for _ in range(layers))

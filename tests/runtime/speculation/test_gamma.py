@@ -235,7 +235,8 @@ def test_tuning_is_kept_in_the_artifact(tiny_checkpoint: Path, tmp_path: Path, m
     out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
     qcompile.build(str(tiny_checkpoint), out, recipe="qspec")
     prompts.write_text('{"prompt": "import os"}\n{"text": "def main("}\n')
-    for data in (prompts, None):
+    for data, longest in ((prompts, 1024), (None, 32)):
+        monkeypatch.setattr(tune, "_LONG", longest)
         result = tune.tune(out, data, 8, threads=1)
         assert reader.verify(out) == []
         assert json.loads((out / "qcompile.json").read_text())["tuned"] == result
