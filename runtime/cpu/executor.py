@@ -371,7 +371,7 @@ class Executor:
         """
         ranks = self.ranks
         if ranks and status and (status == _RANK_FAILED or ranks.memory.failed):
-            raise ResourceError(ranks.problem or "the model's other ranks have ended: load the model again")
+            raise ResourceError(ranks.failure.problem or "the model's other ranks have ended: load the model again")
         if status:
             raise RuntimeError(f"{function} refused its arguments ({status})")
 

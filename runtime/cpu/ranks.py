@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.ranks.crew import start
+from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.ranks.processes import RankProcess
 
 _FAILED, _ENDED = 0, 1  # words of the header: RankHeader in ranks.h
@@ -94,8 +95,7 @@ class RankProcesses:
 
     def __init__(self, memory: SharedMemory, settings: list[RankSettings]) -> None:
         self.memory = memory
-        self.problem = ""
-        self._closing = False
+        self.failure = RankFailure()
         self._processes: list[RankProcess] = []
         try:
             for each in settings:
@@ -116,13 +116,12 @@ class RankProcesses:
 
     def _watch(self, process: RankProcess) -> None:
         process.wait()
-        if not self._closing and not self.problem:
-            self.problem = f"{process.name} {process.ending()}: {process.remedy}"
+        if self.failure.note(f"{process.name} {process.ending()}: {process.remedy}"):
             self.memory.fail()
 
     def close(self) -> None:
         """End the processes; those that do not end within seconds are killed. Idempotent."""
-        self._closing = True
+        self.failure.close()
         self.memory.end()
         for process in self._processes:
             process.close_input()

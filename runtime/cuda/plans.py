@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.cuda.counts import PARTS, Counts
+from qcompile.runtime.ranks.failure import RankFailure
 
 _HEADER = 4096
 _FAILED, _WRITTEN, _READ = 0, 8, 16  # words of 64 bits; from _READ on, each rank has a line of them
@@ -188,6 +189,7 @@ class OtherRanks(Protocol):
     """The other processes of a divided model, as the executor of rank 0 uses them. plans: what they repeat."""
 
     plans: PlanWriter
+    failure: RankFailure
 
     def check(self) -> None:
         """Raise ResourceError if one of them has ended."""

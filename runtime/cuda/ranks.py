@@ -21,6 +21,7 @@ from qcompile.errors import ResourceError
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.cuda.plans import PlanWriter, SharedPlan
 from qcompile.runtime.ranks.crew import start
+from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.ranks.processes import RankProcess
 
 _PATIENCE = 3.0
@@ -100,7 +101,7 @@ class CudaRanks:
         self.plans = PlanWriter(self._memory, self._bells)
         self.failed = FailWord(gpu)
         self._gpu, self._opened = gpu, list[int]()
-        self._problem, self._closing = "", False
+        self.failure, self._closing = RankFailure(), False
         self._processes: list[RankProcess] = []
         try:
             for rank, bell in enumerate(self._bells, start=1):
@@ -137,8 +138,8 @@ class CudaRanks:
 
     def check(self) -> None:
         """Raise ResourceError if a rank has ended."""
-        if self._problem:
-            raise ResourceError(self._problem)
+        if self.failure.problem:
+            raise ResourceError(self.failure.problem)
 
     def _tell(self, what: dict[str, Any]) -> None:
         for process in self._processes:
@@ -163,8 +164,7 @@ class CudaRanks:
 
     def _fail(self, problem: str) -> None:
         """End all sums, and have steps raise this, unless the model is being closed or has failed before."""
-        if not self._closing and not self._problem:
-            self._problem = problem
+        if self.failure.note(problem):
             self._memory.fail()
             self.failed.set()
 
@@ -173,6 +173,7 @@ class CudaRanks:
         if self._closing:
             return
         self._closing = True
+        self.failure.close()
         hurry = threading.Timer(_PATIENCE, self.failed.set)  # a kernel may wait for a process that does not run
         hurry.start()
         self._gpu.use()

@@ -17,6 +17,7 @@ from qcompile.errors import AsleepError, BusyError, QCompileError, ResourceError
 from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.speculation.explained import GammaFacts, explained
@@ -80,13 +81,16 @@ class Service:
         self.cancelled: Callable[[RequestOutput], None] = lambda output: None
         self._jobs: dict[Job, int] = {}  # unfinished jobs, with their numbers of samples
         self._calls: dict[_EngineCall, None] = {}  # unfinished
-        self._commands: SimpleQueue[tuple[Callable[[Any], None], Job | _EngineCall] | None] = SimpleQueue()
+        self._commands: SimpleQueue[tuple[Callable[[Any], None], Job | _EngineCall | None] | None] = SimpleQueue()
         self._at_rest: list[_EngineCall] = []  # calls that wait until no request is unfinished
         self._falling_asleep = 0  # calls of `sleep` that wait
         self._owner: dict[int, tuple[Job, PromptSamples]] = {}  # by request id
         # Prompts with tokens that are not published yet, and whether a sample ended with them.
         self._grown: dict[tuple[Job, PromptSamples], bool] = {}
         llm.lend()
+        if ranks := getattr(llm.executor, "ranks", None):
+            failure: RankFailure = ranks.failure
+            failure.listen(self._end_with)
         self._thread = threading.Thread(target=self._run, name="qcompile-engine", daemon=True)
         self._thread.start()
 
@@ -203,6 +207,14 @@ class Service:
     def end(self) -> None:
         """Tell the thread to end as soon as it can; unfinished jobs fail."""
         self._commands.put(None)
+
+    def _end_with(self, problem: str) -> None:
+        """Have the thread end with an error, also while it waits for requests."""
+
+        def fail(_: object) -> None:
+            raise ResourceError(problem)
+
+        self._commands.put((fail, None))
 
     def close(self) -> None:
         """End the thread and wait for it. The model stays open."""

@@ -24,6 +24,8 @@ import pytest
 import qcompile
 from qcompile.cli import launching
 from qcompile.errors import QCompileError, ResourceError, UnsupportedError, UsageError
+from qcompile.runtime.cuda.plans import SharedPlan
+from qcompile.runtime.cuda.ranks import GpuRankSettings
 from qcompile.runtime.ranks import crew as crews
 from qcompile.runtime.ranks import member
 from qcompile.runtime.ranks.crew import TIMEOUT, Crew
@@ -273,6 +275,39 @@ def test_the_socket_of_a_killed_run_is_replaced_and_that_of_another_kept(own: La
     crew.finish(0)
     thread.join(QUICK)
     assert [getattr(end, "code", None) for end in ends] == [0]
+
+
+def test_a_rank_starts_what_rank_0_asks_for_and_kills_it(
+    own: LaunchedRank, crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of a GPU's rank has two files, and rank 0's choice of GPUs."""
+    seen: list[dict[str, str]] = []
+
+    def sleeping(follower: str, descriptors: list[int], given: int, said: int, more: dict[str, str]) -> Any:
+        seen.append(more)
+        return subprocess.Popen(["sleep", "60"], stdin=given, stdout=said)
+
+    thread, ends = following(own)
+    crew.gather()
+    memory, bell = SharedPlan(1024), os.eventfd(0)
+    opened = crew.start(1, "cuda", [memory.descriptor, bell])
+    opened.tell(GpuRankSettings("/no/such/artifact", 1, 1024, "")._asdict())
+    with pytest.raises(ResourceError, match=r"^rank 1: "):  # no driver, or no artifact
+        opened.answer(60)
+    opened.finish(60)
+    assert opened.ending() == "ended with status 1"
+    monkeypatch.setattr(member, "popen", sleeping)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,2")
+    hanging = crew.start(1, "cuda", [memory.descriptor, bell])
+    with pytest.raises(UsageError, match="the ranks that srun started run another model: close that first"):
+        crew.start(1, "cuda", [])
+    hanging.finish(0.05)
+    assert hanging.ending() == "was ended by signal 9" and seen == [{"CUDA_VISIBLE_DEVICES": "4,2"}]
+    crew.finish(0)
+    thread.join(QUICK)
+    assert [getattr(end, "code", None) for end in ends] == [0]
+    os.close(bell)
+    memory.close()
 
 
 def test_another_version_is_refused_on_both_sides(

@@ -120,7 +120,8 @@ def test_the_end_of_a_rank_ends_all_requests_and_names_it(kind: str, request: py
         executor: Any = llm.executor
         (pid,) = executor.ranks.pids
         params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-        stream = llm.stream([1, 2], params)
+        stream, told = llm.stream([1, 2], params), list[str]()
+        executor.ranks.failure.listen(told.append)
         next(stream)
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
@@ -128,7 +129,7 @@ def test_the_end_of_a_rank_ends_all_requests_and_names_it(kind: str, request: py
             with pytest.raises(ResourceError, match=rf"rank 1 \(process {pid}\) was ended by signal 9: load"):
                 list(stream)
             stream = llm.stream([1, 2], params)
-        assert time.monotonic() - start < QUICK
+        assert time.monotonic() - start < QUICK and len(told) == 1
 
 
 def test_a_rank_that_stops_does_not_keep_the_model_open(artifact: Path) -> None:

@@ -22,6 +22,7 @@ from qcompile.runtime.cuda.load import _upload_rank
 from qcompile.runtime.cuda.plans import PlanKind, PlanWriter, SharedPlan
 from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
 from qcompile.runtime.ranks import processes
+from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.ranks.processes import SpawnedProcess, ending_of
 
 
@@ -102,7 +103,7 @@ def test_a_rank_that_ends_or_does_not_run_is_noticed(
 ) -> None:
     words: list[str] = []
     result = object.__new__(CudaRanks)
-    result._memory, result._closing, result._problem = memory, False, ""
+    result._memory, result._closing, result.failure = memory, False, RankFailure()
     result.failed = SimpleNamespace(set=lambda: words.append("set"))  # type: ignore[assignment]
     looks = iter(range(1000))
 

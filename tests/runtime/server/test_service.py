@@ -7,12 +7,15 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 
-from qcompile.errors import BusyError, OverflowedError, UsageError
+from qcompile.errors import BusyError, OverflowedError, ResourceError, UsageError
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server import service as service_module
 from qcompile.runtime.server.service import Answer, Service
@@ -55,6 +58,19 @@ def held_after_a_step(service: Service) -> Iterator[threading.Event]:
             yield made
         finally:
             go.set()
+
+
+def test_a_rank_that_fails_ends_the_service_while_it_waits() -> None:
+    with fake_llm() as llm:
+        failure = RankFailure()
+        llm.executor.ranks = SimpleNamespace(failure=failure, close=lambda: None)  # type: ignore[attr-defined]
+        service, told = Service(llm, 2), Queue[BaseException]()
+        service.failed = told.put
+        assert failure.note("rank 1 has ended") and not failure.note("rank 2 has ended")
+        assert "rank 1 has ended" in str(told.get(timeout=5))
+        service.close()
+        with pytest.raises(ResourceError, match="the engine has ended: rank 1"):
+            service.check()
 
 
 def test_a_model_that_is_served_refuses_other_use() -> None:
