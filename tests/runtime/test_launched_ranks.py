@@ -33,6 +33,7 @@ from qcompile.runtime.ranks.launcher import LaunchedRank, launched
 from qcompile.runtime.ranks.link import Link, place_of
 from qcompile.runtime.ranks.meeting import meet
 from tests.conftest import MadeOnce
+from tests.support.ranks import save_for_two
 
 QUICK = 5.0
 """Seconds within which all must have ended after one process has."""
@@ -40,13 +41,8 @@ PROMPT = "import os"
 
 
 @pytest.fixture(scope="module")
-def artifact(tiny_checkpoint: Path, made_once: MadeOnce) -> Path:
-    """The tiny model for two processes."""
-
-    def build(out: Path) -> None:
-        qcompile.build(str(tiny_checkpoint), out, recipe="bf16", options={"shard.ranks": "2"})
-
-    return made_once("tiny-two-ranks", build)
+def artifact(made_once: MadeOnce) -> Path:
+    return made_once("two-ranks", save_for_two)
 
 
 def of_torchrun(rank: int = 0, size: int = 2, **more: Any) -> dict[str, str]:
@@ -63,12 +59,12 @@ def of_srun(rank: int = 0, size: int = 2, job: int = 7, nodes: int = 1) -> dict[
 
 @pytest.fixture
 def srun() -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
-    """srun(command, nodes=1): both ranks of a step, started as srun does; at the end they are killed if they remain."""
+    """srun(command): both ranks of a step, started as srun does; at the end they are killed if they remain."""
     job, started = random.getrandbits(20), list[subprocess.Popen[str]]()
 
-    def start(command: Sequence[object], nodes: int = 1) -> list[subprocess.Popen[str]]:
+    def start(command: Sequence[object]) -> list[subprocess.Popen[str]]:
         for rank in range(2):
-            environment = os.environ | of_srun(rank, job=job, nodes=nodes)
+            environment = os.environ | of_srun(rank, job=job)
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             given = [sys.executable, *map(str, command)]
             started.append(subprocess.Popen(given, env=environment, stdin=subprocess.DEVNULL, **pipes))
@@ -115,7 +111,9 @@ def test_a_program_under_srun_loads_models_one_after_the_other(artifact: Path, s
     assert len(set(followers)) == 2 and all(map(gone, followers))
 
 
-@pytest.mark.parametrize("which", ["rank 0", "rank 1", "the process of rank 1"])
+@pytest.mark.parametrize(
+    "which", ["rank 0", "rank 1", pytest.param("the process of rank 1", marks=pytest.mark.exhaustive)]
+)
 def test_the_end_of_a_process_ends_all_and_is_named(which: str, artifact: Path, srun: Any) -> None:
     ranks = srun(["-c", PROGRAM, artifact, 1_000_000])
     follower = int(ranks[0].stdout.readline())
@@ -131,18 +129,26 @@ def test_the_end_of_a_process_ends_all_and_is_named(which: str, artifact: Path, 
     assert all(process.returncode for process in ranks)
 
 
-def test_commands_of_other_sizes_and_of_several_machines_are_refused(artifact: Path, srun: Any) -> None:
+def test_commands_of_other_sizes_are_refused_by_all_ranks(artifact: Path, srun: Any) -> None:
     command = ["-m", "qcompile", "run", artifact, "--prompt", PROMPT]
     for process in srun([*command, "--tensor-parallel-size", "3"]):  # before anything is loaded
         problem = process.communicate(timeout=60)[1]
         rank_0 = "qcompile: --tensor-parallel-size 3: srun started 2 ranks; leave it out, or start 3\n"
         assert process.returncode == 2 and problem in (rank_0, "")
-    first, second = srun(command, nodes=2)[2:]
-    assert "srun started 2 ranks on several machines" in first.communicate(timeout=60)[1]
-    assert second.communicate(timeout=60) == ("", "") and (first.returncode, second.returncode) == (3, 3)
 
 
-def test_options_that_start_processes_are_refused(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_on_several_machines_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in of_srun(nodes=2).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnsupportedError, match="srun started 2 ranks on several machines"):
+        launching.take_part(None)
+    monkeypatch.setenv("SLURM_PROCID", "1")  # it says nothing
+    with pytest.raises(SystemExit) as left:
+        launching.take_part(2)
+    assert left.value.code == 3
+
+
+def test_options_that_start_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in of_srun().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="--replicas 2 starts processes of its own, and srun started 2 ranks"):

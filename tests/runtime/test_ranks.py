@@ -20,29 +20,22 @@ from qcompile.artifact.manifest import check_manifest
 from qcompile.artifact.packed_weights import PackedWeights
 from qcompile.artifact.reader import read_checked_manifest
 from qcompile.errors import ArtifactError, PassError, QCompileError, ResourceError, UnsupportedError, UsageError
-from qcompile.graph import Graph
 from qcompile.passes.base import run_passes
 from qcompile.passes.schedule import configure
 from qcompile.recipes import get_recipe
 from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory
 from qcompile.runtime.loader import Arena, _forget
-from tests.support.graphs import decoder, logits_whatever_the_step, sequence_inputs
+from tests.conftest import MadeOnce
+from tests.support.graphs import logits_whatever_the_step, sequence_inputs
+from tests.support.ranks import TWO, save_for_two, small
 
-TWO = {"shard.ranks": "2"}
 QUICK = 5.0
 """Seconds within which everything must have ended after a process of a rank has."""
 
 
-def small() -> Graph:
-    return decoder(hidden=64, heads=4, head_dim=64, ffn=512, bias=True)
-
-
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 4-bit weights in groups and 16-bit activations, which are rounded alike however a row is divided."""
-    out = tmp_path_factory.mktemp("ranks") / "two"
-    pipeline.build(small(), out, recipe="w4a16", options=TWO)
-    return out
+def artifact(made_once: MadeOnce) -> Path:
+    return made_once("two-ranks", save_for_two)
 
 
 def gone(pid: int) -> bool:
@@ -63,7 +56,7 @@ def soon(what: Any) -> bool:
 
 
 def test_two_processes_compute_the_model_whatever_the_step(artifact: Path) -> None:
-    ids, positions = sequence_inputs(70)
+    ids, positions = sequence_inputs(70, vocab=257)
     logits = logits_whatever_the_step(artifact, ids)
     passes = configure(get_recipe("w4a16").settings(), {})[1:]
     graph = next(graph for graph in run_passes(small(), passes)[0][::-1] if graph.stage == "quantize")

@@ -1,16 +1,40 @@
-"""Runs the graphs of all ranks of a divided model together, in one process."""
+"""A small divided model, as an artifact for two processes, and graphs of all ranks, which one process runs together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from qcompile import pipeline
+from qcompile.artifact.amend import amend
+from qcompile.artifact.reader import read_manifest
 from qcompile.graph import Graph
 from qcompile.ops.collective import RankGroup
 from qcompile.passes.base import PassResult, apply
 from qcompile.passes.shard import Shard
+from tests.support.fake import byte_tokenizer, listed
+from tests.support.graphs import decoder
+
+TWO = {"shard.ranks": "2"}
+"""The options of passes that divide a model over two processes."""
+
+
+def small() -> Graph:
+    """A decoder for the tokens of `byte_tokenizer`, of which all but the norms can be divided over two processes."""
+    return decoder(vocab=257, hidden=64, heads=4, head_dim=64, ffn=512, bias=True)
+
+
+def save_for_two(path: Path) -> None:
+    """Write the small decoder as an artifact for two processes, with a tokenizer.
+
+    Weights of 4 bits in groups and activations of 16 bits are rounded alike however a row is divided.
+    """
+    pipeline.build(small(), path, recipe="w4a16", options=TWO)
+    byte_tokenizer().save(str(path / "tokenizer.json"))
+    amend(path, files=read_manifest(path)["files"] | {"tokenizer.json": listed(path)["tokenizer.json"]})
 
 
 def divided(graph: Graph, ranks: int, head: bool = False) -> list[PassResult]:
