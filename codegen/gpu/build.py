@@ -65,7 +65,7 @@ def with_rounds(plans: Mapping[str, LaunchPlan], lookup: bool) -> dict[str, Laun
     states, draft_states = model.slot_bytes > 0, any(draft.slot_bytes for draft in drafts)
     rounds: tuple[Launch, ...] = round_launches(states, draft_states) if drafts or lookup else ()
     if any(draft.drafting for draft in drafts):
-        rounds = head_round_launches(model.features)
+        rounds = head_round_launches(model.features, states)
     looking_up = (lookup_launch(),) if lookup and not drafts else ()
     return {**plans, "model": replace(model, rounds=rounds, lookup=looking_up)}
 

@@ -62,12 +62,13 @@ def round_launches(states: bool = False, draft_states: bool = False) -> tuple[La
     )
 
 
-def head_round_launches(width: int) -> tuple[Launch, Launch, Launch]:
+def head_round_launches(width: int, states: bool = False) -> tuple[Launch, Launch, Launch]:
     """The launches before and after verification in a round with a draft head.
 
     The last one keeps the features of the round's rows, of `width` elements, which the head reads in the next round.
+    `states`: the target has recurrent states, and needs to know what is certain.
     """
-    operands: Operands = {name: InputRef(name) for name in ("token_ids", "positions", "argmax", "features")}
+    operands: Operands = {name: InputRef(name) for name in ("token_ids", "positions", "argmax", "features", "certain")}
     operands |= {name: StateRef(name) for name in _HEAD_STATE}
     operands |= {name: DraftRef(name) for name in ("decoded", "known")}
     operands |= {"S": CountRef("sequences"), "Q": CountRef("queries")}
@@ -76,9 +77,9 @@ def head_round_launches(width: int) -> tuple[Launch, Launch, Launch]:
     values = {"arguments": arguments, "width": width, "part": PART}
     kernel = Kernel("keep_features", render_template("keep_features.py.jinja", **values), arguments, 4, 1)
     variant = Variant(kernel, (GridSize("tokens"), -(-width // PART), 1), operands)
-    rows = ("last", "place", "decoded", "token_ids", "positions")
+    rows = ("last", "place", "decoded", "token_ids", "positions", *("left", "certain") * states)
     return (
-        _round_launch("round_rows", rows, operands, accept=False, states=False),
+        _round_launch("round_rows", rows, operands, accept=False, states=states),
         _round_launch("round_accept", ("argmax", "decoded", *_HEAD_STATE), operands, True, False, head=True),
         Launch("keep_features", "tokens", (variant,)),
     )

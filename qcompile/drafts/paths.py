@@ -165,7 +165,7 @@ class Drafts:
             lookup, own = LOOKUP in listed, heads[0] == MTP
             check_company(heads[0], passes.target, bool(recipe), len(models) > 1, lookup)
             source: HeadSource = ModuleSource.of(model) if own else EagleSource(HeadFile.open(Path(heads[0])))
-            return Drafts(recipe, (), passes.separate, lookup, HeadDraft(source, passes.head, passes.target))
+            return Drafts(recipe, (), passes.separate, lookup, HeadDraft(source, passes.head))
         return Drafts(recipe, models, passes.separate, LOOKUP in listed)
 
     @property
@@ -242,11 +242,10 @@ class SeparateDraft:
 
 @dataclass(frozen=True)
 class HeadDraft:
-    """A draft head that `passes` compile for a target machine."""
+    """A draft head that `passes` compile."""
 
     source: HeadSource
     passes: tuple[Pass, ...]
-    machine: Target
     name: ClassVar[str] = "draft1"
     origin: ClassVar[str] = "draft1."
 
@@ -264,8 +263,6 @@ class HeadDraft:
                 f"{named} reads hidden states as the model has them, which {changed[0]} changes: take a "
                 "recipe without it, such as w4a8"
             )
-        if self.machine.kind != "cpu" and graph.calls("conv_step", "recurrence_step"):
-            raise UnsupportedError(f"{named}: on {self.machine.name} no heads draft for recurrent states yet")
         formats = {kv_format(ops.operand(node, "format")).hierarchical for node in graph.calls("rope_append")}
         if True in formats:
             raise UnsupportedError(f"{named}: heads do not draft over hierarchical caches yet")

@@ -77,6 +77,26 @@ KINDS = {
         _NEXT,  # type: ignore[arg-type]
     ),
     "qwen": Published("qwen3_next", _DELTA, "mtp.layers.0.", _MTP, offset=1.0),  # type: ignore[arg-type]
+    "whole blocks": Published(  # of sizes that GPU kernels take
+        "qwen3_next",
+        {
+            "vocab_size": 128,
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "num_experts": 0,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 64,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        "mtp.layers.0.",
+        _MTP,  # type: ignore[arg-type]
+        offset=1.0,
+    ),
     "mimo": Published(
         "qwen2",
         {"hidden_size": 48},  # rotations of this width are not symmetric

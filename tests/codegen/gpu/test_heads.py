@@ -13,13 +13,14 @@ from qcompile import pipeline
 from qcompile.codegen.gpu.features import write_kernel
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.rounds import head_draft_launches, head_round_launches
-from qcompile.runtime.cuda.heads import HeadRounds
+from qcompile.runtime.cuda.heads import CudaHeadSpeculator, HeadRounds
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.targets import TARGETS
 from tests.support.calls import fix_calls
 from tests.support.compiled import Record
 from tests.support.heads import WHOLE_BLOCKS, in_torch, save_head, save_target, torch_shortfalls
 from tests.support.interpreted import interpreted, needs_triton
+from tests.support.mtp import save
 
 PROMPTS = [[5, 9, 11], [7], list(range(20, 37)), [3, 35, 3] * 4]
 """Two of them are of more positions than a head may lag behind the target."""
@@ -135,6 +136,32 @@ def test_heads_interpreted(tmp_path: Path) -> None:
     interpreted(__name__, f"interpret_heads({str(tmp_path)!r})")
 
 
+def interpret_states(folder: str) -> None:
+    """A module for multi-token prediction behind recurrent states, of which rejected drafts leave nothing."""
+    from tests.support.gpu_machine import Machine
+
+    save("whole blocks", Path(folder))
+    machine = Machine(folder, "bf16", pages=9, drafts="mtp")
+    assert machine.target.state_slots and isinstance(machine.speculator, CudaHeadSpeculator)
+    rows, *_ = machine.target.plan["rounds"]  # where these did not say what is certain, it would show after LOG_TOKENS
+    assert all("certain" in variant["args"] for variant in rows["variants"])
+    params, tokens = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True), []
+    for gamma in (0, 2):
+        engine = machine.engine(gamma)
+        fix_calls(engine, 2)
+        requests = [engine.add(prompt, params) for prompt in ([5, 9, 11], LONG[:11])]
+        tokens.append(machine.run(engine, requests))
+    assert tokens[0] == tokens[1]
+    drafted, accepted = (
+        sum(sum(getattr(request.drafts.metrics, name)) for request in requests) for name in ("drafted", "accepted")
+    )
+    assert 0 < accepted < drafted and machine.driver.replays > 0, (accepted, drafted)
+
+
+def test_heads_over_states_interpreted(tmp_path: Path) -> None:
+    interpreted(__name__, f"interpret_states({str(tmp_path)!r})")
+
+
 def test_steps_without_features_compute_none(tmp_path: Path) -> None:
     """The products that fuse hidden states, what rounds these, and the copy."""
     needs_triton()
@@ -149,7 +176,7 @@ def test_steps_without_features_compute_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_of_heads_compile_without_spills(capability: int, compiled: Record) -> None:
-    launches = *head_round_launches(4096), *head_draft_launches()
+    launches = *head_round_launches(4096, states=True), *head_draft_launches()
     kernels = [variant.code for launch in launches for variant in launch.variants]
     for kernel in (write_kernel(4096, 4096, capability), *kernels):
         assert kernel and compiled(kernel, capability).spill_bytes == 0
