@@ -2,8 +2,8 @@
 
     python benchmarks/mtp.py [out.json] [--gpu]
 
-tests/support/mtp.py makes the models: GLM-4.5 (experts), DeepSeek-V3 (latents), Qwen3-Next (recurrent states, twice) and
-MiMo, with modules that know what the model mostly says. Each is built with each of RECIPES for this CPU, or
+tests/support/mtp.py makes the models: GLM-4.5 (experts), DeepSeek-V3 (latents), Qwen3-Next (recurrent states; of two
+sizes) and MiMo, with modules that know what the model mostly says. Each is built with each of RECIPES for this CPU, or
 with --gpu for this GPU, and decodes PROMPTS greedily and drawn at each of GAMMAS. Counted are tokens that differ from
 those without drafts; accepted_per_position is of greedy decoding with gamma 3.
 """
