@@ -22,6 +22,7 @@ STEP, OPS, NUMERICS = "tests/passes/test_step_passes.py", "tests/ops/test_ops.py
 RAISE, FAMILIES = "tests/passes/raising/test_raise.py", "tests/passes/raising/test_families.py"
 KERNELS, ROWS = "tests/codegen/cpu/test_step.py", "tests/codegen/cpu/test_rowops.py"
 PENALTIES, REPORTS = "tests/codegen/cpu/test_penalties.py", "tests/codegen/cpu/test_report.py"
+LAUNCHED = "tests/runtime/test_launched_ranks.py"
 TORCH = f"{KERNELS} -k equals_torch"
 WEIGHTS, MODEL = "qcompile/ops/weights.py", "qcompile/ops/model.py"
 ATTENTION, KV, ROPE = (f"codegen/cpu/templates/{name}.h" for name in ("attention", "kv", "rope"))
@@ -729,5 +730,40 @@ MUTATIONS = (
         "loss(rounded[-1], tokens, finest=True)",
         "loss(rounded[-1], tokens)",
         "tests/report/test_report.py -k perplexity",
+    ),
+    Mutation(
+        "a process of another user is taken in as a rank",
+        "runtime/ranks/crew.py",
+        "link.receive(_HELLO_SECONDS) if link.uid == os.geteuid() else None",
+        "link.receive(_HELLO_SECONDS)",
+        f"{LAUNCHED} -k another_user",
+    ),
+    Mutation(
+        "others may enter the folder in which ranks meet",
+        "runtime/ranks/link.py",
+        " or status.st_mode & 0o077",
+        "",
+        f"{LAUNCHED} -k folder",
+    ),
+    Mutation(
+        "a rank above 0 sees other GPUs than rank 0 has chosen",
+        "runtime/ranks/member.py",
+        "more = {} if visible is None else {VISIBLE: visible}",
+        "more: dict[str, str] = {}",
+        f"{LAUNCHED} -k kills_it",
+    ),
+    Mutation(
+        "a rank that comes late is not told how rank 0 has ended",
+        "runtime/ranks/crew.py",
+        "(self._late if code <= EXIT_SIGNAL else 0.0)",
+        "0.0",
+        f"{LAUNCHED} -k late",
+    ),
+    Mutation(
+        "a server that waits for requests outlives its ranks",
+        "runtime/server/service.py",
+        "failure.listen(self._end_with)",
+        "failure.listen(lambda problem: None)",
+        "tests/runtime/server/test_service.py -k rank_that_fails",
     ),
 )
