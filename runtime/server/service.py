@@ -117,10 +117,15 @@ class Service:
         return explained(chooser) if chooser else ()
 
     def admit(self, count: int, params: SamplingParams) -> None:
-        """Raise UsageError for a request of `count` samples that can never run, before its prompts are encoded."""
+        """Raise UsageError for a request of `count` samples that can never run, and BusyError if the queue is full.
+
+        Called before prompts are encoded: a refusal is to take little time.
+        """
         if count > self.most:
             raise UsageError(f"{count} samples in one request: at most {self.most} may run and wait")
         self.llm.check(params)
+        if (held := sum(self._jobs.values())) + count > self.most:
+            raise BusyError(f"{held} samples run or wait already, of at most {self.most}: try again later")
 
     def submit(
         self,
@@ -140,8 +145,6 @@ class Service:
         self._check_awake()
         count = len(prompts) * params.generated.n
         self.admit(count, params)
-        if (held := sum(self._jobs.values())) + count > self.most:
-            raise BusyError(f"{held} samples run or wait already, of at most {self.most}: try again later")
         job = Job(prompts, params, partial, asyncio.get_running_loop(), grammar, owner)
         self._jobs[job] = count
         self._commands.put((self._start, job))

@@ -63,7 +63,7 @@ def replace_last(sampling: Any, uniform: float) -> Any:
 
 
 def interpret_choices(vocab: int) -> None:
-    """Rows with each option, with ties, zeros of both signs and tokens that are ruled out; then each row alone."""
+    """Rows with each option, with ties, zeros of both signs and tokens that are ruled out; then some rows alone."""
     torch.manual_seed(0)
     random = np.random.default_rng(3)
     params = [SamplingParams(**options) for options in ({"temperature": 0.0}, *OPTIONS)]
@@ -83,8 +83,9 @@ def interpret_choices(vocab: int) -> None:
         wanted = [host(row, p, u) for row, p, u in zip(logits, params, uniforms, strict=True)]
         assert got == wanted, (turn, got, wanted)
         if turn == 1:
-            alone = [drawn(logits[i : i + 1].clone(), params[i : i + 1], uniforms[i : i + 1]) for i in range(len(got))]
-            assert [token for [token] in alone] == got
+            some = range(0, len(got), 3)
+            alone = [drawn(logits[i : i + 1].clone(), params[i : i + 1], uniforms[i : i + 1]) for i in some]
+            assert [token for [token] in alone] == got[::3]
 
 
 @pytest.mark.parametrize("vocab", first((4096 + 300,), [40, 4096 + 300]))

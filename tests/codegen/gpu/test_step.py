@@ -72,11 +72,12 @@ def lowered(recipe: str, **options: Any) -> tuple[Any, Any, dict[str, torch.Tens
     return gpu_program(made, recipe, passes)
 
 
-def interpret_recipes(*names: str, texts: int = 2) -> None:
-    """Prefill and decode of texts against the graph's own reference; in a process that has TRITON_INTERPRET set."""
+def interpret_recipes(*names: str, most: int = 2) -> None:
+    """Prefill and decode of a text, and for the first recipe of `most`, against the graph's own reference; in a process
+    that has TRITON_INTERPRET set."""
     from tests.support.gpu_interpreter import Interpreter
 
-    for name in names:
+    for texts, name in zip((most, *[1] * len(names)), names, strict=False):
         options: dict[str, dict[str, Any]] = {
             "w8a8": {"bias": True, "act": "mish", "passes": {"cache.format": "kv8"}},
             "w4a4-g128 int8": {"passes": {"assign_precision.activation": "int8_g128"}, "act": "elu"},
@@ -133,7 +134,7 @@ def test_narrow_values_interpreted(recipe: str) -> None:
 def interpret_odd_inputs(*recipes: str) -> None:
     """Inputs that are no whole blocks of a packing, nor whole groups: rows of activations are filled up with zeros."""
     SHAPE.update(hidden=224, heads=3, kv_heads=1, ffn=352)
-    interpret_recipes(*recipes, texts=1)
+    interpret_recipes(*recipes, most=1)
 
 
 def test_filled_rows_meet_nothing_that_is_written() -> None:

@@ -155,6 +155,8 @@ def test_as_many_samples_are_taken_as_may_run_and_wait() -> None:
             first = service.submit([[1]] * 2, params(2))
             with pytest.raises(BusyError, match="2 samples run or wait already, of at most 5"):
                 service.submit([[1]] * 2, params(2, n=2))
+            with pytest.raises(BusyError):
+                service.admit(4, params(2))  # before prompts are encoded
             second = service.submit([[1]] * 3, params(2))
         assert len(await all_of(first)) == 2 and len(await all_of(second)) == 3
 
