@@ -12,6 +12,7 @@ from qcompile.artifact.signature import trusted_keys
 from qcompile.errors import UsageError
 from qcompile.runtime.lora.table import check_names
 from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.ranks.launcher import launched
 from qcompile.runtime.sampling.params import plain_number
 
 AUTO = -1
@@ -98,6 +99,8 @@ class LoadOptions:
         if not isinstance(wanted, int | None) or (wanted is not None and wanted < 1):
             raise UsageError(f"tensor_parallel_size must be a whole number of at least 1, not {wanted!r}")
         if wanted not in (None, built):
+            if (own := launched()) is not None and own.size == wanted:
+                raise UsageError(own.other_size(path, built))
             processes = f"{built} processes" if built > 1 else "one process"
             raise UsageError(
                 f"tensor_parallel_size {wanted}: {path} was built for {processes}; build it with "

@@ -63,15 +63,18 @@ Embedding = Annotated[
         "shares. Default: the recipe's.",
     ),
 ]
-TensorParallel = Annotated[
+_RANKS = (
+    "Processes that run the model together, each with a part of its weights and of the KV cache: on CPUs, or one on "
+    "each of N GPUs. Default: "
+)
+TensorParallel = Annotated[int | None, typer.Option("--tensor-parallel-size", min=1, metavar="N", help=f"{_RANKS}1.")]
+LoadedRanks = Annotated[
     int | None,
     typer.Option(
         "--tensor-parallel-size",
         min=1,
         metavar="N",
-        help="Processes that run the model together, each with a part of its weights and of the KV cache: on CPUs, "
-        "or one on each of N GPUs. Default: as many as torchrun or srun has started; else 1, or what the artifact was "
-        "built for.",
+        help=f"{_RANKS}1, or what the artifact was built for; under torchrun or srun, as many as were started.",
     ),
 ]
 RequireSignature = Annotated[
@@ -398,7 +401,7 @@ class Loading:
             help="Longest sequence in tokens, prompt and reply; less takes less memory. Default: the model's context.",
         ),
     ] = None
-    tensor_parallel_size: TensorParallel = None
+    tensor_parallel_size: LoadedRanks = None
     require_signature: RequireSignature = None
 
     def load(self, path: Path, **more: Any) -> LLM:

@@ -26,6 +26,14 @@ class LaunchedRank:
         """`torchrun started 2 ranks`."""
         return f"{self.launcher} started {self.size} ranks"
 
+    def other_size(self, what: object, built: int) -> str:
+        """That `what` was built for another number of processes, and what to do."""
+        instead = f"build it with --tensor-parallel-size {self.size}"
+        if built == 1:
+            alone = "let every rank run it alone with --tensor-parallel-size 1"
+            return f"{self.text}, and {what} was built for one process: {instead}, or {alone}"
+        return f"{self.text}, and {what} was built for {built} processes: start {built}, or {instead}"
+
     def check_machine(self) -> None:
         """Raise UnsupportedError if the processes run on several machines."""
         if self.local < self.size:

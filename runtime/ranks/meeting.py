@@ -17,10 +17,7 @@ def meet(built: int, what: object) -> None:
         return
     own.check_machine()
     if own.size != built:
-        raise UsageError(
-            f"{own.text}, and {what} was built for {built} processes: start {built}, or build it with "
-            f"--tensor-parallel-size {own.size}"
-        )
+        raise UsageError(own.other_size(what, built))
     if own.rank:
         follow(own)
     assemble(own).gather()

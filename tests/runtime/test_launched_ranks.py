@@ -26,6 +26,7 @@ from qcompile.cli import launching
 from qcompile.errors import QCompileError, ResourceError, UnsupportedError, UsageError
 from qcompile.runtime.cuda.plans import SharedPlan
 from qcompile.runtime.cuda.ranks import GpuRankSettings
+from qcompile.runtime.options import LoadOptions
 from qcompile.runtime.ranks import crew as crews
 from qcompile.runtime.ranks import member
 from qcompile.runtime.ranks.crew import TIMEOUT, Crew
@@ -213,6 +214,8 @@ def test_load_refuses_another_number_and_leaves_whole_models_alone(artifact: Pat
     with pytest.raises(UnsupportedError, match="srun started 3 ranks on several machines"):
         qcompile.load(artifact)
     meet(1, "a model of one process")  # each rank loads it for itself
+    with pytest.raises(UsageError, match=r"3 ranks, and out was built for one process: build it .* run it alone"):
+        LoadOptions(tensor_parallel_size=3).check("out", {"max_tokens": 512})
 
 
 # ---- how ranks meet ------------------------------------------------------------------------------
