@@ -18,11 +18,11 @@ _DIGITS = 4
 def compare(graphs: Sequence[Graph]) -> dict[str, float | int] | None:
     """{"before", "after", "tokens"}; None without calibration text. `graphs` are the graphs after each pass.
 
-    Before is the first graph in floating point, after the last one over whole sequences: weights and activations are
-    rounded, the KV cache is not.
+    Before is the first graph in floating point, after the last one over whole sequences that computes the whole model,
+    and not a rank's part: weights and activations are rounded, the KV cache is not.
     """
     floats = [graph for graph in graphs if graph.stage == "raise"]
-    rounded = [graph for graph in graphs if graph.stage == "quantize"]
+    rounded = [graph for graph in graphs if graph.stage == "quantize" and not graph.calls("all_reduce", "all_gather")]
     if not floats or not rounded or floats[0].calibration is None:
         return None
     tokens = floats[0].calibration.excerpt(TOKENS)

@@ -26,6 +26,7 @@ from qcompile.report.stored_weights import PLACE
 from qcompile.roofline import CPU_CORE
 from tests.support.cases import first
 from tests.support.graphs import decoder
+from tests.support.ranks import TWO, small
 
 
 def call(kernel: str, **fields: Any) -> dict[str, Any]:
@@ -230,16 +231,19 @@ def test_the_command_builds_it_again() -> None:
     assert "calib" not in command("x", {}, {}, [], [], None)
 
 
-@pytest.mark.parametrize("head", ["int8", "nested"])
-def test_perplexity_is_that_of_the_graphs_and_their_whole_weights(head: str) -> None:
-    passes = configure(recipes.get_recipe("w4a8").settings(head), {})[1:]
-    model = decoder(layers=1)
+@pytest.mark.parametrize(("head", "options"), [("int8", {}), ("nested", {}), ("int8", TWO)])
+def test_perplexity_is_that_of_the_graphs_and_their_whole_weights(head: str, options: dict[str, str]) -> None:
+    """Also where the last graph is a rank's part of the model."""
+    passes = configure(recipes.get_recipe("w4a8").settings(head), options)[1:]
+    model = small() if options else decoder(layers=1)
     model.calibration = Calibration(torch.randint(0, 50, (3, 12), generator=torch.Generator().manual_seed(0)))
     graphs = [model, *run_passes(model, passes)[0]]
     result = perplexity.compare(graphs)
     assert result is not None and result["tokens"] == 3 * 11 and result["before"] != result["after"]
-    last = [graph for graph in graphs if graph.stage == "quantize"][-1]
-    for name, graph in (("before", model), ("after", last)):
+    rounded = [graph for graph in graphs if graph.stage == "quantize"]
+    whole = [graph for graph in rounded if not graph.calls("all_reduce")]
+    assert (whole[-1] is not rounded[-1]) is bool(options)
+    for name, graph in (("before", model), ("after", whole[-1])):
         positions = torch.arange(12)[None]
         losses = [
             torch.nn.functional.cross_entropy(graph.run(row[None], positions)[0, :-1].float(), row[1:])
