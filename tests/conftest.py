@@ -25,16 +25,17 @@ KERNELS = Path(__file__).parents[1] / "codegen" / "cpu" / "templates"
 SLOW_CASES = Path(__file__).parent / "slow_cases.txt"
 """A file of test ids, chosen by measured times: cases that `make test` leaves to `make test-all`."""
 SLOWEST = """
-codegen/cpu/test_step test_every_recipe codegen/cpu/test_gemm passes/raising/test_families codegen/gpu/test_prompts
-runtime/speculation/test_speculation cli/test_app passes/raising/test_experts artifact/test_export
-codegen/gpu/test_step runtime/sampling/test_prompt_logprobs_kernels runtime/test_states checkpoints/test_multimodal
-codegen/gpu/test_attention checkpoints/test_frontend checkpoints/test_own_models checkpoints/test_traces
-codegen/gpu/test_speculation test_calibrated_families report/test_report codegen/gpu/test_latent
-passes/raising/test_token_loops codegen/gpu/test_gluon test_variations runtime/engine/test_prefixes
+runtime/speculation/test_speculation heads/test_mtp codegen/cpu/test_step codegen/cpu/test_gemm codegen/gpu/test_latent
+checkpoints/test_own_models runtime/server/test_page_browser cli/test_app codegen/gpu/test_step test_every_recipe
+passes/raising/test_families codegen/gpu/test_prompts passes/raising/test_experts artifact/test_export
+runtime/sampling/test_prompt_logprobs_kernels runtime/test_states checkpoints/test_multimodal codegen/gpu/test_attention
+checkpoints/test_frontend checkpoints/test_traces codegen/gpu/test_speculation test_calibrated_families
+report/test_report passes/raising/test_token_loops codegen/gpu/test_gluon test_variations runtime/engine/test_prefixes
 runtime/speculation/test_quantspec codegen/cpu/test_hier_cache codegen/cpu/test_experts passes/test_latent
 runtime/test_prompt_embeds checkpoints/stored/test_groups passes/calibration/test_calibrate codegen/gpu/test_experts
 checkpoints/test_families codegen/gpu/test_sample codegen/gpu/test_scores passes/test_exact
 passes/raising/test_recurrent passes/raising/test_scaled passes/raising/test_raise passes/test_center_keys
+runtime/speculation/test_heads checkpoints/stored/test_formats codegen/gpu/test_heads checkpoints/test_hub
 """
 """Files that take more than 20 s, the slowest first."""
 AS_BUILT = re.compile(

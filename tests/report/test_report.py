@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from html.parser import HTMLParser
@@ -95,6 +96,12 @@ def facts(**changes: Any) -> dict[str, Any]:
     return made | changes
 
 
+@functools.cache
+def plain_page() -> str:
+    """The page of `facts()`."""
+    return report_page.page(facts())
+
+
 def test_parts_and_layers_come_from_the_dataflow() -> None:
     rows = report.linears(two_layers(), SIZES, {}, {})
     parts = [report.QKV, report.ATTENTION_OUT, report.GATE_UP, report.DOWN]
@@ -159,7 +166,7 @@ class Page(HTMLParser):
 
 
 def test_page_stands_on_its_own_and_draws_what_there_is() -> None:
-    text = report_page.page(facts())
+    text = plain_page()
     assert text.count(PLACE.decode()) == 1  # for what is known when the weights are written
     page = Page(text)
     assert page.fetched == [] and "script" not in page.tags and "@import" not in text
@@ -265,7 +272,7 @@ def test_page_tells_of_drafts() -> None:
 def test_page_is_the_same_each_time_and_the_process_gives_it() -> None:
     with report_page.PageWriter() as writer:
         text = writer.ask(json.dumps(facts()).encode())()
-    assert text.decode() == report_page.page(facts())
+    assert text.decode() == plain_page()
 
 
 def test_page_is_utf8_whatever_this_process_is_told_to_write(monkeypatch: pytest.MonkeyPatch) -> None:

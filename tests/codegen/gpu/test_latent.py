@@ -38,7 +38,7 @@ def lowered(recipe: str, format: str, **shape: Any) -> tuple[Any, Any, dict[str,
     return gpu_program(latent(**sizes), recipe, {"cache.format": format})
 
 
-def interpret_steps(recipe: str, format: str, length: int = 100, **shape: Any) -> None:
+def interpret_steps(recipe: str, format: str, length: int = 80, **shape: Any) -> None:
     """A long text beside a short one, as the reference has them; the long one's rows in any step, of any length and
     with others, have the same bits."""
     from tests.support.gpu_interpreter import Interpreter
@@ -75,7 +75,7 @@ def test_steps_over_latents_interpreted(case: str) -> None:
 def test_odd_sizes_interpreted() -> None:
     """Features that fill no block, and more heads than a program's rows; a window, capped scores, sinks and biases."""
     more = "window=30, softcap=2.0, more_scores=True"
-    interpreted(__name__, f"interpret_steps('bf16', 'kv8', 70, heads=36, rank=96, turned=8, plain=64, {more})")
+    interpreted(__name__, f"interpret_steps('bf16', 'kv8', 66, heads=36, rank=96, turned=8, plain=64, {more})")
 
 
 def interpret_every_expert() -> None:

@@ -103,12 +103,12 @@ def generate(llm: LLM, prompts: Sequence[str] = PROMPTS, **options: object) -> l
 # The others are parts of these.
 @pytest.mark.parametrize("name", first(("qspec", "nested", "three stages", "lookup"), DRAFTS))
 def test_tokens_are_the_targets_own(name: str, artifact: Callable[[str], Path]) -> None:
-    """Every gamma and auto, alone and together, greedy and drawn with a seed."""
+    """Gammas and auto, alone and together, greedy and drawn with a seed."""
     drawn = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "logprobs": 1}
     with qcompile.load(artifact(name), threads=1, gamma=0, prefix_caching=False) as llm:
         plain, plain_drawn = generate(llm), generate(llm, **drawn)
     with qcompile.load(artifact(name), threads=1, prefix_caching=False) as llm:
-        for gamma in (1, 2, 4, 7, 8, AUTO) if name in ("qspec", "lookup") else (1, 4, 8, AUTO):
+        for gamma in (1, 3, 8, AUTO):
             llm.engine.speculation.gamma = gamma
             assert generate(llm) == plain, gamma
             assert generate(llm, PROMPTS[:1]) == plain[:1]
@@ -185,14 +185,14 @@ def test_rounds_by_the_host_are_those_of_the_library(
 
 
 def test_ends_are_the_targets_own(artifact: Callable[[str], Path]) -> None:
-    """Stop texts, end of text and every max_tokens, wherever in a round they fall."""
+    """Stop texts, end of text and max_tokens, wherever in a round they fall."""
     with qcompile.load(artifact("qspec"), threads=1, gamma=0) as llm:
         plain = generate(llm)
         text = str(plain[0][1])
         stops = [text[at : at + size] for at in (3, 11, 20, 31) for size in (1, 4)]
         eos = [tokens[at] for tokens, at in ((plain[0][0], 5), (plain[1][0], 17))]  # type: ignore[index]
         wanted = [generate(llm, stop=stop) for stop in stops]
-        short = [generate(llm, max_tokens=count) for count in range(1, 12)]
+        short = [generate(llm, max_tokens=count) for count in (1, 2, 5, 8, 9, 10)]
         llm.engine.postprocessor.eos = frozenset(eos)
         ended = generate(llm)
         with_logprobs = generate(llm, logprobs=0)
@@ -200,7 +200,7 @@ def test_ends_are_the_targets_own(artifact: Callable[[str], Path]) -> None:
     for gamma in (1, 4, 7):
         with qcompile.load(artifact("qspec"), threads=1, gamma=gamma) as llm:
             assert [generate(llm, stop=stop) for stop in stops] == wanted
-            assert [generate(llm, max_tokens=count) for count in range(1, 12)] == short
+            assert [generate(llm, max_tokens=count) for count in (1, 2, 5, 8, 9, 10)] == short
             llm.engine.postprocessor.eos = frozenset(eos)
             assert generate(llm) == ended
             assert generate(llm, logprobs=0) == with_logprobs
