@@ -13,6 +13,7 @@ from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass
 from qcompile.passes.cache import Cache
 from qcompile.passes.calibration.calibrate import Calibrate
+from qcompile.passes.calibration.learn_rounding import LearnRounding
 from qcompile.passes.calibration.salience import Salience
 from qcompile.passes.center_keys import CenterKeys
 from qcompile.passes.extra import ExtraPass, check_names, check_stages, extra_pass, placed
@@ -54,6 +55,7 @@ PASSES: tuple[type[Pass], ...] = (
     Quantize,
     Speculate,
     Calibrate,
+    LearnRounding,
     Shard,
     Cache,
     Fuse,

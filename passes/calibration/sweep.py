@@ -123,9 +123,13 @@ class Sweep:
 
     def outputs(self) -> Iterator[Any]:
         """Run every sample to the end and yield the graph's result, sample by sample."""
-        result: Any = self.graph.output.args[0]
         for sample in range(len(self._tokens)):
-            yield self._run(sample, len(self._nodes))[result]
+            yield self.output(sample)
+
+    def output(self, sample: int) -> Any:
+        """Run one sample to the end and return the graph's result."""
+        result: Any = self.graph.output.args[0]
+        return self._run(sample, len(self._nodes))[result]
 
     def values(self, node: fx.Node) -> list[Any]:
         """The value of `node` for each sample; a node that has not run yet must read it."""

@@ -51,6 +51,11 @@ class AsymmetricGroups(WeightFormat):
     def fit(self, w: Tensor, ratio: Tensor | float) -> Grid:
         return fit_asymmetric(self, self.group, w, ratio)
 
+    def grid_of(self, parts: Parts) -> Grid | None:
+        _, scale, zero = parts[:3]
+        bottom = torch.zeros_like(scale)
+        return Grid(self, self.group, scale, zero.float(), bottom, bottom + 15)
+
     def encode(self, grid: Grid, values: Tensor, w: Tensor) -> Parts:
         return [grid.codes(values).to(torch.uint8), grid.step, grid.zero.to(torch.uint8)]
 

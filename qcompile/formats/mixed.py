@@ -77,6 +77,13 @@ class Mixed(AsymmetricGroups):
             wide,
         )
 
+    def grid_of(self, parts: Parts) -> Grid | None:
+        _, scale, zero, wide = parts
+        bottom = torch.zeros_like(scale)
+        low = bottom.masked_fill(wide[:, None], EIGHT_BIT_ZERO - INT8_MAX)
+        high = (bottom + 15).masked_fill(wide[:, None], EIGHT_BIT_ZERO + INT8_MAX)
+        return Grid(self, self.group, scale, zero.float(), low, high, wide)
+
     def encode(self, grid: Grid, values: Tensor, w: Tensor) -> Parts:
         assert grid.outer is not None
         return [*super().encode(grid, values, w), grid.outer]

@@ -79,6 +79,11 @@ class QoqChannel(WeightFormat):
     def fit(self, w: Tensor, ratio: Tensor | float) -> Grid:
         return fit_asymmetric(self, w.shape[1], w, ratio)
 
+    def grid_of(self, parts: Parts) -> Grid | None:
+        codes, zero, scale = parts
+        bottom = torch.zeros_like(scale)[:, None]
+        return Grid(self, codes.shape[1], scale[:, None], zero[:, None].float(), bottom, bottom + 15)
+
     def encode(self, grid: Grid, values: Tensor, w: Tensor) -> Parts:
         return [grid.codes(values).to(torch.uint8), grid.zero.to(torch.uint8)[:, 0], grid.step[:, 0]]
 

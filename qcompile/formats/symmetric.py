@@ -18,6 +18,12 @@ from qcompile.formats.rounding import Parts, by_group, spread, symmetric
 from qcompile.formats.weight import GROUP_SCALE, INT8_MAX, Grid, Part, Per, WeightFormat, positive, ranges, small_groups
 
 
+def _bytes_grid(format: WeightFormat, group: int, step: Tensor) -> Grid:
+    """The grid of codes within ±127, for steps [N, groups]."""
+    none = torch.zeros_like(step)
+    return Grid(format, group, step, none, none - INT8_MAX, none + INT8_MAX)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SymmetricChannel(WeightFormat):
     """value = code * scale of the row, codes within ±127."""
@@ -32,9 +38,11 @@ class SymmetricChannel(WeightFormat):
 
     def fit(self, w: Tensor, ratio: Tensor | float) -> Grid:
         low, high = ranges(w, w.shape[1], ratio)
-        step = positive(torch.maximum(high, -low) / INT8_MAX)
-        none = torch.zeros_like(step)
-        return Grid(self, w.shape[1], step, none, none - INT8_MAX, none + INT8_MAX)
+        return _bytes_grid(self, w.shape[1], positive(torch.maximum(high, -low) / INT8_MAX))
+
+    def grid_of(self, parts: Parts) -> Grid | None:
+        codes, scale = parts
+        return _bytes_grid(self, codes.shape[1], scale[:, None])
 
     def encode(self, grid: Grid, values: Tensor, w: Tensor) -> Parts:
         return [grid.codes(values).to(torch.int8), grid.step[:, 0]]
@@ -55,9 +63,10 @@ class SymmetricGroups(WeightFormat):
 
     def fit(self, w: Tensor, ratio: Tensor | float) -> Grid:
         low, high = ranges(w, self.group, ratio)
-        step = positive(torch.maximum(high, -low) / INT8_MAX)
-        none = torch.zeros_like(step)
-        return Grid(self, self.group, step, none, none - INT8_MAX, none + INT8_MAX)
+        return _bytes_grid(self, self.group, positive(torch.maximum(high, -low) / INT8_MAX))
+
+    def grid_of(self, parts: Parts) -> Grid | None:
+        return _bytes_grid(self, self.group, parts[1])
 
     def encode(self, grid: Grid, values: Tensor, w: Tensor) -> Parts:
         return [grid.codes(values).to(torch.int8), grid.step]

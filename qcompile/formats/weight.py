@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -97,6 +97,10 @@ class Grid:
     def spread(self, part: Tensor, k: int) -> Tensor:
         """A part [N, groups] -> [N, k], each entry repeated over its group."""
         return part.repeat_interleave(self.group, 1)[:, :k]
+
+    def scaled(self, factor: Tensor) -> Grid:
+        """This grid with steps times `factor` [N, groups]."""
+        return replace(self, step=self.step * factor)
 
     def codes(self, values: Tensor) -> Tensor:
         """The codes f32 [N, K] of grid values (code - zero) * step."""
@@ -223,6 +227,10 @@ class WeightFormat(ABC):
     def encode(self, grid: Grid, values: Tensor, w: Tensor) -> Parts:
         """Values [N, K] of `grid` for w, as parts."""
         raise UnsupportedError(f"weights in {self.name} leave calibration no choice of codes")
+
+    def grid_of(self, parts: Parts) -> Grid | None:
+        """The grid that the parts of a weight are on, if its codes are integers and its steps may be any floats."""
+        return None
 
     def limits(self, w: Tensor, step: Tensor, zero: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Bounds of codes for entries of w; see Grid."""
