@@ -73,7 +73,7 @@ class HeadRounds(CudaRounds):
         tokens, positions, outputs = list[int](), list[int](), list[int]()
         for start, sequence, known in zip(range(0, count * rows, rows), sequences, self._first, strict=True):
             features[start : start + len(known.features)] = known.features
-            text = sequence.tokens[known.first + 1 :]
+            text = sequence.tokens[known.first + 1 :] or sequence.tokens  # a token that is not computed has no drafts
             tokens += [*text, *[text[-1]] * (rows - len(text))]
             positions += range(known.first, known.first + rows)
             outputs.append(start + len(text) - 1)

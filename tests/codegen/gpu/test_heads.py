@@ -118,6 +118,7 @@ def interpret_heads(folder: str) -> None:
     assert featured == [1, 3, 1, 0, 4], featured  # also where the head's cache is filled, and after the rest
     assert late == [False, False, True, True, False]
     assert generate(4, PROMPTS) == plain
+    assert generate(2, PROMPTS[1:2]) == plain[1:2]  # its first round has no features
     filled.clear()
     assert generate(2, [LONG], **drawn) == random
     model, net = in_torch(*paths, WHOLE_BLOCKS)
