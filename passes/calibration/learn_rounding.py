@@ -22,10 +22,10 @@ from qcompile.passes.calibration.learned import LearnedWeight
 from qcompile.passes.calibration.student import Student, Teacher, without_gradient
 
 _JUDGED = 16
-"""One of so many samples does not teach, but judges the result."""
+"""One of as many samples does not teach, but judges the result."""
 
 STEP_TOKENS = 1024
-"""Tokens of a step: as many samples as have so many, at least one. Gradients of fewer are mostly noise."""
+"""Tokens of a step, from whole samples, at least one. Gradients of fewer are mostly noise."""
 
 _KEPT = 8
 """How often the state is kept in a run, so that an interrupted one resumes."""
