@@ -86,7 +86,11 @@ class LatencyModel:
     def observe_steps(self, seen: float, steps: int) -> None:
         """Note a call of plain steps; seen: logarithm of a step's time over the table's."""
         if not self._begun:
-            self._begun, self._mean[0], self._covariance[0][0] = True, seen, _CALL_NOISE + _STEP_NOISE / steps
+            self._begun, self._mean[0] = True, seen
+            first, *others = self._covariance
+            first[:] = [_CALL_NOISE + _STEP_NOISE / steps, *(0.0 for _ in others)]
+            for row in others:  # what rounds may have told of plain steps counts no more
+                row[0] = 0.0
             return
         self._update(seen, 0, steps, 1)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from qcompile.artifact.abi import GPU_ABI
+from qcompile.runtime.preparations import Preparations
 from qcompile.runtime.step import Limits
 
 LIMITS = Limits(max_tokens=64, vocab=10, page_tokens=64, max_position=1024)
@@ -19,6 +20,7 @@ class FakeDriver:
     stream = 7
 
     def __init__(self) -> None:
+        self.preparations = Preparations()
         self.log: list[Any] = []
         self.memory: dict[int, int] = {}
         self.pages: list[Any] = []
