@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from qcompile.cli import exits
 from qcompile.errors import QCompileError, UsageError
-from qcompile.runtime.ranks.launcher import LaunchedRank, launched
+
+if TYPE_CHECKING:
+    from qcompile.runtime.ranks.launcher import LaunchedRank
 
 
 def take_part(ranks: int | None) -> int | None:
@@ -15,7 +18,7 @@ def take_part(ranks: int | None) -> int | None:
     In a rank above 0, follows rank 0 and raises SystemExit. With `ranks` 1, every rank runs the command by itself.
     Raises UsageError for another number of ranks than were started, UnsupportedError if they are on several machines.
     """
-    if ranks == 1 or (own := launched()) is None:
+    if ranks == 1 or (own := _launched()) is None:
         return ranks
     try:
         own.check_machine()
@@ -35,8 +38,15 @@ def take_part(ranks: int | None) -> int | None:
 
 def check_alone(option: str, ranks: int | None) -> None:
     """Raise UsageError for an option that starts processes of its own, in a command that several ranks take part in."""
-    if ranks != 1 and (own := launched()) is not None:
+    if ranks != 1 and (own := _launched()) is not None:
         raise UsageError(f"{option} starts processes of its own, and {own.text} of the command: start it once")
+
+
+def _launched() -> LaunchedRank | None:
+    """This process among those that a launcher has started. Imported here: help and refusals need none of it."""
+    from qcompile.runtime.ranks.launcher import launched
+
+    return launched()
 
 
 def _lead(own: LaunchedRank) -> None:
