@@ -42,15 +42,16 @@ class CanSleep:
     def sleep(self: SleepingModel, level: int = 1) -> None:
         """Give the memory of weights and cache back to the system until `wake_up`; all other use is refused until then.
 
-        level: 1 may keep a copy of the weights in the host's memory, 2 keeps none; on a CPU both read the artifact
-        again. Cached prefixes are forgotten. Does nothing if the model sleeps. Raises UsageError while requests are
-        unfinished, UnsupportedError if the model cannot sleep.
+        level: on a GPU, 1 keeps a copy of the weights in the host's memory, 2 keeps none; on a CPU both read the
+        artifact again. Cached prefixes are forgotten. Does nothing if the model sleeps. Raises UsageError while
+        requests are unfinished, UnsupportedError if the model cannot sleep, ResourceError if the host has no memory for
+        the copy; the model then stays awake.
         """
         with self._shared.exclusive():
             self.engine.fall_asleep(level)
 
     def wake_up(self: SleepingModel) -> None:
-        """Take the memory again, and read and verify the weights; outputs are those of before, bit for bit.
+        """Take the memory and the weights again; outputs are those of before, bit for bit.
 
         Does nothing if the model is awake. Raises ArtifactError if the artifact has changed since it was loaded,
         ResourceError if memory is short; the model then sleeps on.

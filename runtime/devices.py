@@ -41,7 +41,7 @@ class OpenedModel:
     artifact: LoadedArtifact | None = None
     most_cached: int | None = None
     adapters: Adapters | None = None
-    memory: ReleasableMemory | str = "a GPU's memory is kept until the model is closed"
+    memory: ReleasableMemory | str = "its memory is kept until it is closed"
 
 
 def open_model(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:
@@ -84,8 +84,9 @@ def _open_on_gpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
     rows = options.max_num_batched_tokens
     named = read_factors(root, manifest, options.lora or {})
     drafts = options.gamma != 0
-    executor, drafter = open_cuda(root, manifest, options.max_batch, *memory, drafts, tokenizer, rows, named)
-    return OpenedModel(executor, drafter, tokenizer, adapters=executor.inputs.adapters)
+    opened = open_cuda(root, manifest, options.max_batch, *memory, drafts, tokenizer, rows, named)
+    executor, drafter, released = opened
+    return OpenedModel(executor, drafter, tokenizer, adapters=executor.inputs.adapters, memory=released)
 
 
 _OPEN: dict[str, Callable[[Path, Manifest, LoadOptions], OpenedModel]] = {"cpu": _open_on_cpu, "cuda": _open_on_gpu}

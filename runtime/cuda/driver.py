@@ -12,17 +12,19 @@ driver's own message.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
 from qcompile.errors import ArtifactError, ResourceError
+from qcompile.runtime.cuda.mapped import MappedMemory
 from qcompile.runtime.preparations import Preparations
 
 # Constants of the driver's API.
 _OUT_OF_MEMORY = 2
 _NO_BINARY = (200, 209, 218, 222)  # invalid image, no binary for this GPU, invalid PTX, PTX too new
 _MAJOR, _MINOR = 75, 76
+_MAPS_MEMORY = 102
 _DYNAMIC_SHARED = 8
 _CAPTURE_THREAD_LOCAL = 1
 _PROGRAMMATIC_SERIALIZATION = 6
@@ -128,6 +130,7 @@ class Driver:
         self.check(self.library.cuStreamCreate(ctypes.byref(stream), 1), "stream")
         self.stream = stream.value
         self.preparations = Preparations()
+        self._mapped = MappedMemory(self.library, device.value, self.check)
 
     def _message(self, code: int) -> str:
         text = ctypes.c_char_p()
@@ -184,12 +187,17 @@ class Driver:
     @property
     def capability(self) -> int:
         """Compute capability as an integer: 90 for 9.0."""
-        numbers = []
-        for attribute in (_MAJOR, _MINOR):
-            value = ctypes.c_int()
-            self.check(self.library.cuDeviceGetAttribute(ctypes.byref(value), attribute, self._device), "attribute")
-            numbers.append(value.value)
-        return 10 * numbers[0] + numbers[1]
+        return 10 * self._attribute(_MAJOR) + self._attribute(_MINOR)
+
+    @property
+    def can_release(self) -> bool:
+        """Whether memory of `allocate_releasable` can be given back and taken again."""
+        return self._attribute(_MAPS_MEMORY) != 0
+
+    def _attribute(self, number: int) -> int:
+        value = ctypes.c_int()
+        self.check(self.library.cuDeviceGetAttribute(ctypes.byref(value), number, self._device), "attribute")
+        return value.value
 
     @property
     def name(self) -> str:
@@ -206,15 +214,44 @@ class Driver:
 
     def allocate(self, size: int, what: str) -> int:
         """Address of `size` zeroed bytes, aligned to 256."""
-        address, stream = ctypes.c_uint64(), ctypes.c_void_p(self.stream)
+        address = ctypes.c_uint64()
         self.check(self.library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(max(size, 256))), what)
-        # On the same stream: on the default stream, zeroing might come after the next write to this memory.
-        self.check(self.library.cuMemsetD8Async(address, 0, ctypes.c_size_t(max(size, 256)), stream), what)
+        self._zero(address.value, max(size, 256), what)
         return address.value
 
+    def _zero(self, address: int, size: int, what: str) -> None:
+        # On the same stream: on the default stream, zeroing might come after the next write to this memory.
+        stream = ctypes.c_void_p(self.stream)
+        self.check(self.library.cuMemsetD8Async(ctypes.c_uint64(address), 0, ctypes.c_size_t(size), stream), what)
+
+    def allocate_releasable(self, size: int, what: str) -> int:
+        """As `allocate`, in memory that `release` gives back, if the GPU can do that (`can_release`)."""
+        if not self.can_release:
+            return self.allocate(size, what)
+        address = self._mapped.reserve(size, what)
+        self._zero(address, size, what)
+        return address
+
+    def release(self, address: int) -> None:
+        """Give memory of `allocate_releasable` back, and keep its address. No queued work may use it."""
+        self._mapped.unmap(address)
+
+    def take_again(self, address: int, what: str) -> None:
+        """Take memory for an address that has none since `release`; it is zeroed."""
+        if self._mapped.map(address, what):
+            self._zero(address, self._mapped.size(address), what)
+
+    def lacking(self, addresses: Iterable[int]) -> int:
+        """Bytes that `take_again` would take for these addresses."""
+        return self._mapped.lacking(addresses)
+
     def free(self, address: int) -> None:
-        """Free memory of the GPU."""
-        self.check(self.library.cuMemFree_v2(ctypes.c_uint64(address)), "free")
+        """Free memory of the GPU, of either kind."""
+        if address in self._mapped:
+            self.synchronize()  # as cuMemFree does
+            self._mapped.free(address)
+        else:
+            self.check(self.library.cuMemFree_v2(ctypes.c_uint64(address)), "free")
 
     def pinned(self, size: int) -> int:
         """Address of `size` bytes of pinned host memory, for asynchronous copies."""

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qcompile.artifact.hashes import damaged, file_problem, listed_file, read_part
+from qcompile.artifact.hashes import listed_file
 from qcompile.artifact.layout import ADAPTER_TABLE, Manifest
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.runtime.cuda.adapters import DeviceAdapters, Sites
@@ -20,9 +20,10 @@ from qcompile.runtime.cuda.features import feature_bytes
 from qcompile.runtime.cuda.heads import CudaHeadSpeculator
 from qcompile.runtime.cuda.memory import activation_bytes, pages_in, peer_bytes
 from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
+from qcompile.runtime.cuda.sleep import CudaMemory
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
+from qcompile.runtime.cuda.weights import upload_rank, upload_weights
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
-from qcompile.runtime.loader import Arena
 from qcompile.runtime.options import STEP_TOKENS
 from qcompile.runtime.speculation.head_tokens import head_tokens
 from qcompile.runtime.speculation.host import HostSpeculator
@@ -39,6 +40,15 @@ _FEWEST_ROWS = 512
 _BUFFER_SHARE = 4
 """Loading chooses steps small enough that their buffers take at most 1 / 4 of the memory for buffers, cache and
 states."""
+_NO_SLEEP = "this GPU's driver cannot give memory back and keep its addresses"
+
+
+class OpenedCuda(NamedTuple):
+    """A model on a GPU, its drafts if they are wanted, and what it can give back to sleep; if it cannot, the reason."""
+
+    executor: CudaExecutor
+    drafter: Drafter | None
+    memory: CudaMemory | str
 
 
 def open_cuda(  # parameters: those of `load` that concern a GPU
@@ -51,7 +61,7 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
     tokenizer: Tokenizer | None = None,
     step_rows: int | None = None,
     adapters: Mapping[str, Sites] | None = None,
-) -> tuple[CudaExecutor, Drafter | None]:
+) -> OpenedCuda:
     """Verify every file of the artifact, copy its weights to the GPU, and open its plan and, if wanted, its drafts.
 
     `memory_share` is the share of the GPU's memory that may be used, `tokenizer` the target's, `step_rows` the most
@@ -61,7 +71,8 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
     than the kernels take).
     """
     if (ranks := len(manifest["runtime"].get("ranks") or [0])) > 1:
-        return open_divided(root, manifest, ranks, max_batch, kv_cache_bytes, memory_share, step_rows), None
+        divided = open_divided(root, manifest, ranks, max_batch, kv_cache_bytes, memory_share, step_rows)
+        return OpenedCuda(divided, None, f"{ranks} processes compute it together")
     gpu = driver()
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
@@ -86,19 +97,19 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
         modules: list[ctypes.c_void_p] = []
         undo.callback(_free, gpu, held, modules)
         functions = _load_kernels(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
-        weights = _upload_weights(gpu, root, manifest, held)
+        uploaded = upload_weights(gpu, root, manifest, held)
+        weights = uploaded.by_name
         sent = DeviceAdapters(gpu, adapters, weights[ADAPTER_TABLE], held) if adapters else None
         target = _open_target(gpu, plans, functions, weights, limits, room)
         undo.pop_all()
         target.adopt(held, modules)
         target.inputs.adapters = sent
-        if not stages:
-            return target, None
         undo.callback(target.close)
         opened = _open_stages(undo, target, stages, plans[1:], (functions, weights))
-        drafter = _drafter(root, manifest["files"], target, stages, opened, tokenizer)
+        drafter = _drafter(root, manifest["files"], target, stages, opened, tokenizer) if stages else None
+        memory = CudaMemory(gpu, root, manifest, uploaded, target.memory.caches) if gpu.can_release else _NO_SLEEP
         undo.pop_all()
-    return target, drafter
+    return OpenedCuda(target, drafter, memory)
 
 
 class LoadedRank(NamedTuple):
@@ -138,7 +149,7 @@ def load_rank(root: str | Path, manifest: Manifest, rank: int) -> LoadedRank:
     try:
         folder = PurePosixPath(runtime["library"]).parent
         loaded.functions.update(_load_kernels(gpu, [plan], folder, small, loaded.modules))
-        loaded.weights.update(_upload_rank(gpu, root, manifest, rank, loaded.held))
+        loaded.weights.update(upload_rank(gpu, root, manifest, rank, loaded.held))
     except BaseException:
         loaded.free()
         raise
@@ -234,6 +245,7 @@ def _stage(
     if own:
         limits = limits._replace(page_tokens=own["page_tokens"], ring_tokens=own.get("ring_tokens") or 0)
     executor = CudaExecutor(target.driver, plan, functions, weights, target.kv_pages, limits, target, bool(own))
+    target.memory.caches += executor.memory.caches
     return DraftStage(executor, stage["gamma"], not own, threshold=stage["threshold"])
 
 
@@ -363,66 +375,3 @@ def _load_kernels(
         modules.append(module)
         kernels[label] = gpu.function(module, kernel["function"], kernel["shared_bytes"])
     return kernels
-
-
-def _upload_rank(gpu: Driver, root: Path, manifest: Manifest, rank: int, held: list[int]) -> dict[str, int]:
-    """Copy the weights of one rank to its GPU; returns their addresses by the names that rank 0's have.
-
-    Each rank verifies its share of the files and reads only its own weights of the others, which other ranks verify:
-    all read the same files of one host at the same time, and none computes before all have loaded. Only weights are
-    read without their hash; kernels and all else that is executed or parsed every rank verifies itself.
-    """
-    files, runtime = manifest["files"], manifest["runtime"]
-    entries, first, ranks = runtime["weights"], runtime["ranks"][0], len(runtime["ranks"])
-    names = {place: entries[known]["name"] for place, known in zip(runtime["ranks"][rank], first, strict=True)}
-    addresses: dict[str, int] = {}
-    for number, name in enumerate(sorted({entry["file"] for entry in entries})):
-        own = [(entries[place], known) for place, known in names.items() if entries[place]["file"] == name]
-        whole = _verified(root, name, files[name]) if number % ranks == rank else None
-        for entry, known in own:
-            if not 0 <= entry["offset"] <= entry["offset"] + entry["bytes"] <= files[name]["bytes"]:
-                raise damaged(root, [f"weight {entry['name']} lies outside its file"])
-            part = _part(root, name, files[name], entry) if whole is None else None
-            source = part.address if part else whole.address + entry["offset"]  # type: ignore[union-attr]
-            held.append(gpu.allocate(entry["bytes"], "weights"))
-            gpu.upload(held[-1], source, entry["bytes"], pinned=False)
-            gpu.synchronize()
-            addresses[known] = held[-1]
-    return addresses
-
-
-def _verified(root: Path, name: str, expected: dict[str, Any]) -> Arena:
-    """The content of a file of the artifact, which is as its manifest says."""
-    memory = Arena(expected["bytes"])
-    if problem := file_problem(root, name, expected, memory.view):
-        raise damaged(root, [problem])
-    return memory
-
-
-def _part(root: Path, name: str, expected: dict[str, Any], entry: dict[str, Any]) -> Arena:
-    """The content of a weight in a file that another rank verifies."""
-    memory = Arena(entry["bytes"])
-    if problem := read_part(root, name, expected, entry["offset"], memory.view):
-        raise damaged(root, [problem])
-    return memory
-
-
-def _upload_weights(gpu: Driver, root: Path, manifest: Manifest, held: list[int]) -> dict[str, int]:
-    """Copy the weights to the GPU; returns their addresses by name. The allocations are added to `held`.
-
-    One file at a time is read into host memory and verified there.
-    """
-    files, entries = manifest["files"], manifest["runtime"]["weights"]
-    addresses: dict[str, int] = {}
-    for name in sorted({entry["file"] for entry in entries}):
-        size, memory = files[name]["bytes"], _verified(root, name, files[name])
-        address = gpu.allocate(size, "weights")
-        held.append(address)
-        gpu.upload(address, memory.address, size, pinned=False)
-        gpu.synchronize()
-        for entry in entries:
-            if entry["file"] == name:
-                if not 0 <= entry["offset"] <= entry["offset"] + entry["bytes"] <= size:
-                    raise damaged(root, [f"weight {entry['name']} lies outside its file"])
-                addresses[entry["name"]] = address + entry["offset"]
-    return addresses

@@ -60,6 +60,9 @@ class DeviceMemory:
         """Of a divided model, the number of this process and the peer memory of each (codegen/gpu/peer_memory.py)."""
         self.peer_memory = 0
         """The address of this process's peer memory, if the model is divided."""
+        self.caches: list[int] = []
+        """Addresses of caches and states, which a model that sleeps gives back: its own, and those of paths that draft
+        for it."""
         self._arenas: dict[str, int] = {}
         self._owned: list[int] = []
 
@@ -67,6 +70,13 @@ class DeviceMemory:
         """The address of `size` bytes, which `free` frees. `what` names them in an error."""
         address = self._driver.allocate(size, what)
         self._owned.append(address)
+        return address
+
+    def _allocate_cache(self, size: int, what: str) -> int:
+        """As `allocate`, in memory that a model that sleeps gives back."""
+        address = self._driver.allocate_releasable(size, what)
+        self._owned.append(address)
+        self.caches.append(address)
         return address
 
     def adopt(self, addresses: Iterable[int]) -> None:
@@ -81,12 +91,12 @@ class DeviceMemory:
     def allocate_cache(self, shared: int = 0) -> None:
         """Allocate the KV cache, or use the one at `shared`; none if there is no attention."""
         if size := self.layer_places[-1]:
-            self.cache = shared or self.allocate(size, "the KV cache")
+            self.cache = shared or self._allocate_cache(size, "the KV cache")
 
     def allocate_states(self, slots: int, shared: int = 0) -> None:
         """Allocate `slots` slots of recurrent states, or use those at `shared`; none if the path has no states."""
         if size := slots * self._plan["slot_bytes"]:
-            self.states = shared or self.allocate(size, "recurrent states")
+            self.states = shared or self._allocate_cache(size, "recurrent states")
 
     def allocate_results(self, shared_logits: int = 0) -> None:
         """Allocate the results of steps; logits may be shared with another path, or are where ranks gather them."""

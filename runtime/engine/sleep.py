@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from qcompile.errors import AsleepError, UnsupportedError, UsageError, shown
+from qcompile.errors import AsleepError, ResourceError, UnsupportedError, UsageError, shown
 from qcompile.runtime.engine.blocks import BlockPool
 
 LEVELS = (1, 2)
@@ -18,7 +18,10 @@ class ReleasableMemory(Protocol):
 
     def release(self, level: int) -> None:
         """Give the memory back. The cache is lost; of the weights, level 1 keeps a copy in the host's memory if the
-        model runs elsewhere, and level 2 keeps none."""
+        model runs elsewhere, and level 2 keeps none.
+
+        Raises ResourceError if memory for the copy is short; then nothing is given back.
+        """
 
     def restore(self) -> None:
         """Take the memory again and bring the weights back, each bit as it was.
@@ -51,12 +54,19 @@ class Sleep:
         return self.memory
 
     def begin(self, level: int) -> None:
-        """Fall asleep: cached prefixes are forgotten, and the memory is given back. Nothing happens if it sleeps."""
+        """Fall asleep: cached prefixes are forgotten, and the memory is given back. Nothing happens if it sleeps.
+
+        Raises ResourceError, and stays awake, if memory for a copy is short.
+        """
         memory = self.check_possible(level)
         if not self.asleep:
             self.asleep = True  # first: if the memory is only partly given back, nothing may run
             self._pool.forget_texts()
-            memory.release(level)
+            try:
+                memory.release(level)
+            except ResourceError:
+                self.asleep = False
+                raise
 
     def end(self) -> None:
         """Wake up. Nothing happens if it is awake. Raises ArtifactError or ResourceError, and sleeps on."""

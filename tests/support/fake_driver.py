@@ -18,6 +18,7 @@ class FakeDriver:
     """Memory is numbers; launches, copies and graphs are lines of `log`."""
 
     stream = 7
+    can_release = True
 
     def __init__(self) -> None:
         self.preparations = Preparations()
@@ -36,6 +37,9 @@ class FakeDriver:
         address = 1 << 20 if not self.memory else max(a + s for a, s in self.memory.items()) + 256
         self.memory[address] = size
         return address
+
+    def allocate_releasable(self, size: int, what: str) -> int:
+        return self.allocate(size, what)
 
     def free(self, address: int) -> None:
         del self.memory[address]

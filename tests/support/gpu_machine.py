@@ -66,6 +66,8 @@ class HostDriver:
     def allocate(self, size: int, what: str) -> int:
         return self.keep(torch.full((size + 64,), 0 if what.startswith(_ZEROED) else 255, dtype=torch.uint8))
 
+    allocate_releasable = allocate
+
     def keep(self, tensor: torch.Tensor) -> int:
         """The address of a tensor's memory, which lives from now on."""
         self.memory[tensor.data_ptr()] = tensor

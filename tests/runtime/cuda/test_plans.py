@@ -18,9 +18,9 @@ import pytest
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.runtime.cuda import ranks
 from qcompile.runtime.cuda.follower import follow
-from qcompile.runtime.cuda.load import _upload_rank
 from qcompile.runtime.cuda.plans import PlanKind, PlanWriter, SharedPlan
 from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
+from qcompile.runtime.cuda.weights import upload_rank
 from qcompile.runtime.ranks import processes
 from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.ranks.processes import SpawnedProcess, ending_of
@@ -173,19 +173,19 @@ def test_ranks_share_the_verification_of_weights(tmp_path: Path) -> None:
     ]
     manifest: Any = {"files": files, "runtime": {"weights": entries, "ranks": [[0, 2, 4], [1, 3, 5]]}}
     for rank in (0, 1):
-        result = _upload_rank(Memory(), tmp_path, manifest, rank, gpu_memory := [])  # type: ignore[arg-type]
+        result = upload_rank(Memory(), tmp_path, manifest, rank, gpu_memory := [])  # type: ignore[arg-type]
         assert [*result] == ["a0", "b0", "c0"] and [*result.values()] == gpu_memory
     gpu = Memory()
-    _upload_rank(gpu, tmp_path, manifest, 1, [])  # type: ignore[arg-type]
+    upload_rank(gpu, tmp_path, manifest, 1, [])  # type: ignore[arg-type]
     assert [part.raw for part in gpu.parts] == [contents[name][32:] for name in "abc"]
     for name, verifying in (("a", 0), ("b", 1), ("c", 0)):
         (tmp_path / name).write_bytes(bytes(64))
         with pytest.raises(ArtifactError, match=f"{name}: SHA-256 differs"):
-            _upload_rank(Memory(), tmp_path, manifest, verifying, [])  # type: ignore[arg-type]
-        _upload_rank(Memory(), tmp_path, manifest, 1 - verifying, [])  # type: ignore[arg-type]
+            upload_rank(Memory(), tmp_path, manifest, verifying, [])  # type: ignore[arg-type]
+        upload_rank(Memory(), tmp_path, manifest, 1 - verifying, [])  # type: ignore[arg-type]
         (tmp_path / name).write_bytes(bytes(63))
         with pytest.raises(ArtifactError, match=f"{name}: 63 bytes instead of 64"):
-            _upload_rank(Memory(), tmp_path, manifest, 1 - verifying, [])  # type: ignore[arg-type]
+            upload_rank(Memory(), tmp_path, manifest, 1 - verifying, [])  # type: ignore[arg-type]
         (tmp_path / name).write_bytes(contents[name])
 
 
