@@ -65,7 +65,7 @@ def serve(
 
     with tempfile.TemporaryDirectory(prefix="qcompile-") as place:
         launches = _launches(given, Path(place))
-        routed = Routed(name, as_bytes(given.keys), serving.isolate_keys)
+        routed = Routed(name, as_bytes(given.keys), serving.isolate_keys, serving.enable_sleep)
         return serve_replicas(routed, launches, listening, limits, serving.drain_seconds, say, ready)
 
 

@@ -74,13 +74,11 @@ def serve(
 
 
 def _check_sleep(serving: Serving, keys: list[str]) -> None:
-    """Raise UsageError if the model may sleep but no key guards that, or several processes would have to."""
+    """Raise UsageError if the model may sleep but no key guards that."""
     from qcompile.runtime.server.access import as_bytes, check_sleep
 
     if serving.enable_sleep:
         check_sleep(as_bytes(keys))
-        if serving.replicas > 1:
-            raise UsageError(f"--enable-sleep is for one process: leave out --replicas {serving.replicas}")
 
 
 def _api_keys(serving: Serving) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +91,17 @@ class Forwarding:
                 return True
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+    async def post(self, path: str, headers: Mapping[str, str]) -> None:
+        """Post a request without a body. Raises ResourceError with the answer if its status is not 200."""
+        try:
+            async with self._session.post(f"http://replica{path}", headers=headers) as response:
+                if response.status != 200:
+                    raise ResourceError(f"{path.partition('?')[0]}: {await response.text()}")
+        except aiohttp.ClientConnectorError as error:
+            raise UnreachableError(str(error)) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise LostError(str(error)) from error
 
     async def send(self, request: Request, body: bytes, watch: Watch) -> Response:
         """The replica's response, streamed if it is a stream of events. Raises UnreachableError, LostError."""

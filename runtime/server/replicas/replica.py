@@ -8,10 +8,12 @@ import json
 import signal
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from qcompile.errors import ResourceError
 
 _FIRST_DELAY, _MOST_DELAY = 1.0, 60.0
 """Seconds before a replica starts again: the first number, twice as many after each end, at most the second."""
@@ -38,7 +40,7 @@ class Replica:
     ready: whether its process takes requests. missed: how often in a row it was asked how it is and did not answer
     (pulse.py). in_flight: requests that it was sent and has not answered. facts: what it said of itself
     when it was last ready. exit_code: that of its process if it was given up. ended, restarted: called when its process
-    has ended, and when it starts again.
+    has ended, and when it starts again. prepare: called when it listens, before it takes requests.
     """
 
     def __init__(self, number: int, launch: ReplicaLaunch, say: Callable[[str], None], needed: bool = False) -> None:
@@ -48,6 +50,7 @@ class Replica:
         self.exit_code: int | None = None
         self.ended: Callable[[], None] = lambda: None
         self.restarted: Callable[[], None] = lambda: None
+        self.prepare: Callable[[], Awaitable[None]] = _nothing
         self._process: Process | None = None
         self._closing = False
 
@@ -85,11 +88,18 @@ class Replica:
             line = await process.stdout.readline()
             if line and not self._closing:
                 self.facts = json.loads(line)
+                await self._prepare()
                 self.ready = True
             return await process.wait()
         finally:
             self.ready, self.missed = False, 0
             self.ended()
+
+    async def _prepare(self) -> None:
+        try:
+            await self.prepare()
+        except ResourceError as error:
+            self._say(f"replica {self.number}: {error}")
 
     @property
     def working(self) -> bool:
@@ -132,6 +142,10 @@ class Replica:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
+
+
+async def _nothing() -> None:
+    """What is to be done before requests are taken, by default."""
 
 
 def _how(code: int) -> str:

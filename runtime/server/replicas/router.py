@@ -25,6 +25,7 @@ from qcompile.runtime.server.replicas.forwarding import RESPONSES, Forwarding, L
 from qcompile.runtime.server.replicas.metrics import RouterMetrics
 from qcompile.runtime.server.replicas.pulse import watch
 from qcompile.runtime.server.replicas.replica import Replica
+from qcompile.runtime.server.replicas.sleeping import SleepingReplicas
 
 _POLL_SECONDS = 5.0
 """How long a replica may take to tell how it is."""
@@ -42,11 +43,13 @@ class Routed:
     """What the router needs to know of a server. name: the model's. keys: if any, clients must send one of them.
 
     isolate_keys: whether requests of different keys share no cached prefixes, and so need not go to the same replica.
+    enable_sleep: whether clients with a key may let the replicas sleep.
     """
 
     name: str
     keys: Sequence[bytes] = ()
     isolate_keys: bool = False
+    enable_sleep: bool = False
 
 
 class Router:
@@ -58,6 +61,7 @@ class Router:
         self._forwarding = [Forwarding(replica.launch.socket) for replica in replicas]
         self._affinity = Affinity[int]()
         self._ids: OrderedDict[str, int] = OrderedDict()
+        self._sleeping = SleepingReplicas(replicas, self._forwarding, routed.keys[0]) if routed.enable_sleep else None
         for replica in replicas:
             self._watch_restarts(replica)
 
@@ -77,14 +81,16 @@ class Router:
     def app(self) -> FastAPI:
         """The application. It takes bodies as large as a replica does."""
         facts = next((replica.facts for replica in self._replicas if replica.facts), {})
-        return application(self, most_bytes(facts.get("context", 0)), self.metrics.responded)
+        posts = self._sleeping.routes if self._sleeping else {}
+        return application(self, most_bytes(facts.get("context", 0)), self.metrics.responded, posts)
 
     async def health(self) -> JSONResponse:
-        """Status 200 while one replica's engine runs, and how each replica is."""
+        """Status 200 while one replica's engine runs or sleeps, and how each replica is."""
         texts = await self._texts("/health")
-        each = [{"replica": one.number, "status": "ok" if one.number in texts else "down"} for one in self._replicas]
-        content = {"status": "ok" if texts else "down", "replicas": each}
-        return JSONResponse(content, 200 if texts else 503)
+        states = {number: json.loads(text)["status"] for number, text in texts.items()}
+        each = [{"replica": one.number, "status": states.get(one.number, "down")} for one in self._replicas]
+        status = next((state for state in ("ok", "asleep") if state in states.values()), "down")
+        return JSONResponse({"status": status, "replicas": each}, 200 if texts else 503)
 
     async def show_metrics(self) -> PlainTextResponse:
         """The metrics of all replicas in Prometheus' format."""

@@ -26,7 +26,7 @@ LONG = {"prompt": "x", "max_tokens": 2000, "temperature": 0, "ignore_eos": True,
 @pytest.fixture(scope="module")
 def server(tiny_artifact: Build) -> Iterator[tuple[Client, subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "qcompile", "serve", str(tiny_artifact("w4a8")), "--port", "0", "--json"]
-    options = ["--replicas", "2", "--drain-seconds", "1", "--api-key", "k"]
+    options = ["--replicas", "2", "--drain-seconds", "1", "--api-key", "k", "--enable-sleep"]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout
@@ -51,9 +51,9 @@ def until(result: Callable[[], Any]) -> Any:
     return value
 
 
-def ready(client: Client) -> list[int]:
-    """Numbers of the replicas that answer."""
-    return [one["replica"] for one in client.ask("/health")[1]["replicas"] if one["status"] == "ok"]
+def ready(client: Client, status: str = "ok") -> list[int]:
+    """Numbers of the replicas that answer, or have another status."""
+    return [one["replica"] for one in client.ask("/health")[1]["replicas"] if one["status"] == status]
 
 
 def complete(client: Client, **more: Any) -> str:
@@ -66,7 +66,9 @@ def complete(client: Client, **more: Any) -> str:
 def test_a_killed_replica_costs_its_requests_alone_and_starts_again(
     server: tuple[Client, subprocess.Popen[str]],
 ) -> None:
+    """If the others have fallen asleep meanwhile, it sleeps, too, and wakes with them."""
     client, process = server
+    key = {"Authorization": "Bearer k"}
     until(lambda: len(ready(client)) == 2)
     assert client.ask("/v1/models")[0] == 401
     expected = complete(client)
@@ -80,7 +82,12 @@ def test_a_killed_replica_costs_its_requests_alone_and_starts_again(
     assert sorted("send it again" in end for end in ends) == [False, True]
     assert "data: [DONE]" in ends
     assert all(complete(client) == expected for _ in range(4))
-    after = until(lambda: len(ready(client)) == 2 and children(process))
+    assert client.ask("/sleep", b"", **key) == (200, {"is_sleeping": True})
+    until(lambda: len(ready(client, "asleep")) == 2)
+    assert "the model is asleep" in client.refused(503, {"prompt": "x"}, **key)
+    assert client.ask("/wake_up", b"", **key) == (200, {"is_sleeping": False}) and len(ready(client)) == 2
+    assert all(complete(client) == expected for _ in range(4))
+    after = children(process)
     assert before[0] not in after and before[1] in after
     with client.open("/metrics") as metrics:
         text = metrics.read().decode()

@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 from aiohttp import web
 
+from qcompile.errors import ResourceError
 from qcompile.runtime.server.replicas.replica import Replica, ReplicaLaunch
 from qcompile.runtime.server.replicas.router import Routed, Router
 
@@ -29,10 +30,11 @@ class Upstream:
     act: Callable[[web.Request], Awaitable[web.StreamResponse]]
     asked: list[tuple[str, str, bytes, dict[str, str]]] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    status: str = "ok"
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path in ("/health", "/metrics"):
-            return web.Response(text=METRICS if request.path == "/metrics" else '{"status": "ok"}')
+            return web.Response(text=METRICS if request.path == "/metrics" else json.dumps({"status": self.status}))
         headers = {name.lower(): value for name, value in request.headers.items()}
         self.asked.append((request.method, request.path_qs, await request.read(), headers))
         try:
@@ -257,5 +259,65 @@ def test_health_and_metrics_tell_of_each_replica(tmp_path: Path) -> None:
                 'qcompile_replica_ready{model_name="m",replica="0"} 1.0',
                 'qcompile_replica_ready{model_name="m",replica="1"} 0.0',
             ]
+
+    run(test, tmp_path)
+
+
+class Sleeper(Upstream):
+    """A replica that falls asleep and wakes, if it can."""
+
+    def __init__(self) -> None:
+        super().__init__(self.turn)
+        self.can = True
+
+    async def turn(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") != "Bearer k":
+            return web.json_response({}, status=401)
+        if self.can:
+            self.status = "asleep" if request.path == "/sleep" else "ok"
+        return web.json_response({"is_sleeping": self.status == "asleep"}, status=200 if self.can else 503)
+
+
+def test_all_replicas_sleep_or_none(tmp_path: Path) -> None:
+    async def test(folder: Path) -> None:
+        one, two = Sleeper(), Sleeper()
+        key = {"Authorization": "Bearer k"}
+        async with routed(folder, [one, two, None], keys=[b"k"], enable_sleep=True) as (client, router):
+
+            async def post(path: str, headers: dict[str, str] = key) -> int:
+                return (await client.post(path, headers=headers)).status
+
+            def asked() -> list[list[str]]:
+                paths = [[path for _, path, _, _ in each.asked] for each in (one, two)]
+                for each in (one, two):
+                    each.asked.clear()
+                return paths
+
+            assert await post("/sleep", {}) == 401 and one.status == two.status == "ok"
+            await router._replicas[0].prepare()
+            assert asked() == [["/sleep"]] * 2
+            assert await post("/sleep?level=2") == 200 and asked() == [["/sleep?level=2"]] * 2
+            health = await (await client.get("/health")).json()
+            assert health["status"] == "asleep"
+            assert [each["status"] for each in health["replicas"]] == ["asleep", "asleep", "down"]
+            one.status = "ok"  # it has started again
+            await router._replicas[0].prepare()
+            assert one.status == "asleep" and asked() == [["/sleep?level=2"], []]
+            two.can = False
+            assert await post("/wake_up") == 503 and one.status == two.status == "asleep"
+            assert asked() == [["/wake_up", "/sleep?level=2"], ["/wake_up"]]
+            two.can = True
+            assert await post("/wake_up") == 200 and one.status == two.status == "ok"
+            one.can = False
+            assert await post("/sleep") == 503 and two.status == "ok"
+            await router._replicas[1].prepare()
+            assert two.status == "ok"
+            with pytest.raises(ResourceError, match="/sleep"):
+                router._sleeping._level = "1"
+                await router._replicas[0].prepare()
+        async with routed(folder, [None], keys=[b"k"], enable_sleep=True) as (client, _):
+            assert (await client.post("/sleep", headers=key)).status == 503
+        async with routed(folder, [first := Upstream(whole), Upstream(whole)]) as (client, _):
+            assert (await client.post("/sleep")).status == 201 and len(first.asked) == 1
 
     run(test, tmp_path)
