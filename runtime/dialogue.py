@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from qcompile.errors import UsageError, shown
 from qcompile.runtime.chat import ChatTemplate, Render
-from qcompile.runtime.forced_calls import calls_schema, named_function
+from qcompile.runtime.forced_calls import calls_schema, named_function, schemas_by_name
 from qcompile.runtime.histories import HistoryStyle, template_messages
-from qcompile.runtime.parsers.formats import ToolFormat, reasoning_tags, tool_format
+from qcompile.runtime.parsers.call_parser import is_name
+from qcompile.runtime.parsers.formats import MessageFormat, ToolFormat, reasoning_tags, tool_format
 from qcompile.runtime.parsers.plain_json import PlainJsonParser
 from qcompile.runtime.parsers.reasoning import ReasoningParser
 from qcompile.runtime.parsers.reply import ReplyParser
 from qcompile.runtime.parsers.tools import DeclaredTools
-from qcompile.runtime.sampling.structured import Reasoning
+from qcompile.runtime.sampling.structured import FORCED, Reasoning, StructuredOutputsParams, named_as
 from qcompile.runtime.turn import Turn
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class DialogueFormat:
         text = template.text if isinstance(template, ChatTemplate) else ""
         self.template = template
         self._calls = tool_format(text, tool_parser)
-        whole = self._calls is not None and self._calls.whole
+        whole = self._calls is not None and self._calls.whole is not None
         self._tags = None if whole and reasoning_parser is None else reasoning_tags(text, reasoning_parser)
         self._style = HistoryStyle.of(text, one_call=whole)
         added = tokenizer.get_added_tokens_decoder().values() if tokenizer else ()
@@ -95,7 +96,11 @@ class DialogueFormat:
     @property
     def several_messages(self) -> bool:
         """Whether a reply consists of several messages, of which each ends as a reply does in other formats."""
-        return self._calls is not None and self._calls.whole
+        return self._messages is not None
+
+    @property
+    def _messages(self) -> MessageFormat | None:
+        return self._calls.whole if self._calls else None
 
     def reasoning_on(self) -> dict[str, Any]:
         """The variables of the template that turn reasoning on. Raises UsageError for a model that does not reason."""
@@ -112,9 +117,9 @@ class DialogueFormat:
         if asked.tool_choice not in ("auto", "none"):
             return self._forced(asked, declared)
         if asked.structured:
-            return (
-                self._reasoned(asked) if self._asks_to_reason(asked) else Turn(self._silent_prompt(asked), ReplyParser)
-            )
+            if self._asks_to_reason(asked):
+                return self._reasoned(asked)
+            return Turn(self._silent_prompt(asked), ReplyParser)
         if tools and self._calls is None:
             raise UsageError("tools: the format of this model's calls is unknown: name it (--tool-parser)")
         prompt = self._rendered(asked, self._variables(asked, tools))
@@ -127,50 +132,71 @@ class DialogueFormat:
         )
 
     def _asks_to_reason(self, asked: Dialogue) -> bool:
-        """Whether a request for structured output asks for reasoning before it, in a format that has tags."""
+        """Whether a request for structured output or a forced call asks for reasoning before it, and the model has a
+        format of reasoning."""
         switched = any(asked.variables.get(switch) is True for switch in _SWITCHES)
-        return self._tags is not None and (switched or asked.reasoning_effort not in (None, "none"))
+        reasons = self._tags is not None or self.several_messages
+        return reasons and (switched or asked.reasoning_effort not in (None, "none"))
 
-    def _reasoned(self, asked: Dialogue) -> Turn:
-        """A turn with a reply of reasoning, followed by structured output."""
-        assert self._tags is not None
+    def _reasoned(self, asked: Dialogue, declared: DeclaredTools | None = None) -> Turn:
+        """A turn with a reply of reasoning, followed by structured output, or by calls of the tools `declared`."""
         prompt = self._rendered(asked, self._variables(asked, asked.offered))
-        begun = self._begun(prompt)
+        tools = DeclaredTools.of(()) if declared is None else declared
+        if messages := self._messages:
+            heads = (messages.content_start, *messages.heads) if declared is None else ()
+            reasoning = messages.reasoning._replace(heads=heads)
+            return Turn(
+                prompt,
+                lambda: ReplyParser(calls=messages.parser(tools)),
+                not self._special.isdisjoint(self._marks(self._calls)),
+                reasoning=reasoning,
+            )
+        assert self._tags is not None
+        begun, calls = self._begun(prompt), None if declared is None else ToolFormat(PlainJsonParser, ())
         return Turn(
             prompt,
-            lambda: self._parser(prompt, None, DeclaredTools.of(()), None),
+            lambda: self._parser(prompt, calls, tools, None),
             not self._special.isdisjoint(self._marks(None)),
             reasoning=Reasoning(self._tags.opening, self._tags.closing, begun),
         )
 
     def _forced(self, asked: Dialogue, declared: DeclaredTools) -> Turn:
         """A turn with a reply that must call tools. The reply is a list of calls as JSON from its first token on, in
-        place of the model's own format."""
+        place of the model's own format, or behind reasoning; there, a reply of several messages has one call, in its
+        own format."""
         if asked.structured:
             raise UsageError("tool_choice: structured outputs exclude calls; use 'auto' or 'none'")
         if not asked.offered:
             raise UsageError("tool_choice needs tools")
         name = named_function(asked.tool_choice)
-        schema = calls_schema(asked.offered, name, asked.parallel_tool_calls)
+        reasons = self._asks_to_reason(asked)
+        if reasons:
+            turn = self._reasoned(asked, declared)
+        else:
+            turn = Turn(self._silent_prompt(asked), lambda: ReplyParser(calls=PlainJsonParser(declared)))
+        given: dict[str, Any]
+        if reasons and self._messages:
+            start = self._messages.call_start
+            calls = schemas_by_name(asked.offered, name)
+            if wrong := [called for called, _ in calls if not is_name(called)]:
+                raise UsageError(f"tools: {shown(wrong[0])} is no name that a call can have in messages")
+            given = {"calls": [(start.replace("NAME", called), schema) for called, schema in calls]}
+        else:
+            given = {"json": calls_schema(asked.offered, name, asked.parallel_tool_calls)}
+        with named_as(FORCED):
+            language = StructuredOutputsParams(**given, disable_any_whitespace=True)
         characters = self._calls.id_characters if self._calls else None
-        return Turn(
-            self._silent_prompt(asked),
-            lambda: ReplyParser(calls=PlainJsonParser(declared)),
-            id_characters=characters,
-            schema=schema,
-            named=name is not None,
-        )
+        return replace(turn, id_characters=characters, language=language, named=name is not None)
 
     def _silent_prompt(self, asked: Dialogue) -> str:
         """The prompt for a reply that is content from its first token on: reasoning is turned off or ended."""
         if asked.reasoning_effort not in (None, "none"):
-            effort = shown(asked.reasoning_effort)
-            raise UsageError(f"reasoning_effort {effort}: structured outputs and forced calls exclude reasoning")
+            raise UsageError(f"reasoning_effort {shown(asked.reasoning_effort)}: the chat template has no reasoning")
         silent = dict(asked.variables) | {switch: False for switch in _SWITCHES if switch in self._reads}
         variables = self._variables(replace(asked, variables=silent, reasoning_effort=None), asked.offered)
         prompt = self._rendered(asked, variables)
-        if self._calls is not None and self._calls.whole:
-            return prompt + self._calls.content_start
+        if self._messages:
+            return prompt + self._messages.content_start
         return f"{prompt.rstrip()}\n\n{self._tags.closing}\n\n" if self._tags and self._begun(prompt) else prompt
 
     @property

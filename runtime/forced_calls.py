@@ -32,14 +32,11 @@ def calls_schema(tools: Sequence[Mapping[str, Any]], name: str | None, several: 
 
     Raises UsageError if no tool has the name, or the parameters of one are no object.
     """
-    functions = [tool["function"] for tool in tools if name is None or tool["function"]["name"] == name]
-    if not functions:
-        raise UsageError(f"tool_choice: there is no tool {shown(name)}")
     calls, parameters = [], {}
-    for number, function in enumerate(functions):
+    for number, (called, schema) in enumerate(schemas_by_name(tools, name)):
         place = f"tool{number}"
-        parameters[place] = _moved(_of_object(function), f"#/$defs/{place}")
-        properties = {"name": {"const": function["name"]}, "parameters": {"$ref": f"#/$defs/{place}"}}
+        parameters[place] = _moved(schema, f"#/$defs/{place}")
+        properties = {"name": {"const": called}, "parameters": {"$ref": f"#/$defs/{place}"}}
         calls.append(
             {
                 "type": "object",
@@ -50,6 +47,14 @@ def calls_schema(tools: Sequence[Mapping[str, Any]], name: str | None, several: 
         )
     length = {"minItems": 1} if several and name is None else {"minItems": 1, "maxItems": 1}
     return {"type": "array", "items": {"anyOf": calls}, **length, "$defs": parameters}
+
+
+def schemas_by_name(tools: Sequence[Mapping[str, Any]], name: str | None) -> list[tuple[str, Mapping[str, Any]]]:
+    """The tools, or that of the name, each with the schema of its parameters. Raises UsageError as `calls_schema`."""
+    functions = [tool["function"] for tool in tools if name is None or tool["function"]["name"] == name]
+    if not functions:
+        raise UsageError(f"tool_choice: there is no tool {shown(name)}")
+    return [(function["name"], _of_object(function)) for function in functions]
 
 
 def _of_object(function: Mapping[str, Any]) -> Mapping[str, Any]:

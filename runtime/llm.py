@@ -203,7 +203,7 @@ class LLM(CanSleep):
         pairs = zip(conversations, given, strict=True)
         turns = [form.turn(asked.dialogue(each, one.structure is not None)) for each, one in pairs]
         params_of_each = [turn.params(one) for turn, one in zip(turns, given, strict=True)]
-        with named_as(FORCED if turns[0].schema else None):
+        with named_as(FORCED if turns[0].language else None):
             for one in params_of_each:
                 self.engine.grammars.compile(one.structure)
         return list(zip(turns, params_of_each, strict=True))

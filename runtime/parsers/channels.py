@@ -21,12 +21,14 @@ class ChannelsParser(CallParser):
 
     markers = (_CHANNEL, _START)
     _kinds: frozenset[type] = frozenset()  # of the messages so far
+    _reasons = False  # whether this message is reasoning
 
     def start(self) -> Steps[None]:
         if (yield from self.looks_at(" to=")):
             yield from self.call("")
 
     def call(self, marker: str) -> Steps[None]:
+        self._reasons = False
         header, _ = yield from self.take_until((_MESSAGE,), _MOST_HEADER)
         role, _, channel = (marker + header).partition(_CHANNEL)
         words = channel.replace(_CONSTRAINT, f" {_CONSTRAINT}").split()
@@ -36,8 +38,8 @@ class ChannelsParser(CallParser):
             yield from self._arguments()
             return
         self.mark = None
-        kind = ReasoningPiece if words[:1] == [_REASONING] else TextPiece
-        yield from self._message(kind)
+        self._reasons = words[:1] == [_REASONING]
+        yield from self._message(ReasoningPiece if self._reasons else TextPiece)
 
     def _arguments(self) -> Steps[None]:
         empty = True
@@ -69,3 +71,15 @@ class ChannelsParser(CallParser):
         if end == _START:
             self.at -= len(_START)
         return piece, bool(end) or not piece
+
+
+class StructuredChannelsParser(ChannelsParser):
+    """Reads a reply of which the first message that is no reasoning is structured output: it is the rest of the reply,
+    even if it has texts that would end a message."""
+
+    def _body(self) -> Steps[tuple[str, bool]]:
+        if self._reasons:
+            return (yield from super()._body())
+        yield from self.peek()
+        piece, self.at = self.text[self.at :], len(self.text)
+        return piece, not piece

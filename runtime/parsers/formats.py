@@ -11,7 +11,7 @@ from qcompile.runtime.parsers.action_tokens import ActionTokensParser
 from qcompile.runtime.parsers.argument_tags import ArgumentTagsParser
 from qcompile.runtime.parsers.bracket_token import BracketTokenParser
 from qcompile.runtime.parsers.call_parser import CallParser
-from qcompile.runtime.parsers.channels import ChannelsParser
+from qcompile.runtime.parsers.channels import ChannelsParser, StructuredChannelsParser
 from qcompile.runtime.parsers.fenced_tokens import FencedTokensParser
 from qcompile.runtime.parsers.function_tags import FunctionTagsParser, SeedTagsParser
 from qcompile.runtime.parsers.invoke_tags import InvokeTagsParser
@@ -22,6 +22,7 @@ from qcompile.runtime.parsers.section_tokens import SectionTokensParser
 from qcompile.runtime.parsers.tagged_json import TaggedJsonParser
 from qcompile.runtime.parsers.tagged_list import TaggedListParser, TokenListParser
 from qcompile.runtime.parsers.tools import DeclaredTools
+from qcompile.runtime.sampling.structured import Reasoning
 
 Format = TypeVar("Format")
 NONE = "none"
@@ -29,20 +30,34 @@ NONE = "none"
 
 
 @dataclass(frozen=True)
+class MessageFormat:
+    """How a reply of several messages has structured output or a forced call, as its last message.
+
+    content_start, call_start: what stands before it, and before the arguments of a call of the tool NAME. heads: what
+    may stand before it instead, where reasoning precedes it. reasoning: the messages before. parser: for such a reply.
+    """
+
+    content_start: str
+    heads: tuple[str, ...]
+    call_start: str
+    reasoning: Reasoning
+    parser: Callable[[DeclaredTools], CallParser]
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """A format of tool calls.
 
     marks: a template with all texts of one of these teaches the format. tokens: texts in replies that may be special
-    tokens. id_characters: length of call ids, where templates demand one. whole: whether the parser reads every reply,
-    with reasoning, not only those of requests with tools. content_start: what such a reply writes before its content.
+    tokens. id_characters: length of call ids, where templates demand one. whole: given if the parser reads every reply,
+    with reasoning, not only those of requests with tools.
     """
 
     parser: Callable[[DeclaredTools], CallParser]
     marks: Sequence[Sequence[str]]
     tokens: Sequence[str] = ()
     id_characters: int | None = None
-    whole: bool = False
-    content_start: str = ""
+    whole: MessageFormat | None = None
 
 
 TOOL_FORMATS = {
@@ -50,8 +65,13 @@ TOOL_FORMATS = {
         ChannelsParser,
         [("<|channel|>", "<|message|>")],
         ("<|channel|>", "<|start|>", "<|message|>", "<|end|>", "<|constrain|>"),
-        whole=True,
-        content_start="<|channel|>final<|message|>",
+        whole=MessageFormat(
+            "<|channel|>final<|message|>",
+            ("<|channel|>final <|constrain|>json<|message|>",),
+            "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+            Reasoning("<|channel|>analysis<|message|>", "<|end|>", again="<|start|>assistant"),
+            StructuredChannelsParser,
+        ),
     ),
     "kimi_k2": ToolFormat(
         SectionTokensParser,

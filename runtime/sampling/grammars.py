@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,8 +13,9 @@ from qcompile.errors import ResourceError, UsageError, shown
 from qcompile.runtime.detokenizer import BROKEN, spelled
 from qcompile.runtime.sampling.known_masks import KnownMasks
 from qcompile.runtime.sampling.masks import Grammar, first_line
-from qcompile.runtime.sampling.structured import Reasoning, Source, StructuredOutputsParams, StructureError
+from qcompile.runtime.sampling.structured import Source, StructuredOutputsParams, StructureError
 from qcompile.runtime.sampling.trial import GrammarTrial
+from qcompile.runtime.sampling.written import written
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,8 +26,6 @@ _MOST_SECONDS = 10.0
 """Longest time that a caller waits for a grammar. The limits below end the compilation itself much sooner."""
 _LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 """Limits of llguidance that are not its default: memory of a lexer (2 kB a state), and messages of one line."""
-_SPACES = r"[\x20\x0A\x0D\x09]{1,40}"
-"""White space between parts of JSON. Without an end to it, models write spaces until max_tokens."""
 _TOKENS_COMPARED = 512
 _NO_TEXT = "NoExtensionBias"
 """What llguidance says of a grammar without texts, as a rule that always continues with itself."""
@@ -73,7 +71,7 @@ class Grammars:
                 self._guide = self._new_guide()
             guide, eos = self._guide, self._eos
         try:
-            self._trial.require_small(source.kind, _written(source, guide), _LIMITS)
+            self._trial.require_small(source.kind, written(source, guide), _LIMITS)
             matcher = self._worker.submit(_matcher, guide, source).result(_MOST_SECONDS)
         except TimeoutError:
             raise StructureError(source.kind, "takes too long to compile: simplify it") from None
@@ -131,44 +129,7 @@ def _matcher(guide: Any, source: Source) -> Any:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(guide, _written(source, guide), log_level=0, limits=LLParserLimits(**_LIMITS))
+    matcher = LLMatcher(guide, written(source, guide), log_level=0, limits=LLParserLimits(**_LIMITS))
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher
-
-
-def _written(source: Source, guide: Any) -> str:
-    """A grammar as llguidance reads it. Raises ValueError for JSON that is none."""
-    from llguidance import LLMatcher
-
-    if source.kind == "json":
-        spaces: Any = {"whitespace_flexible": False} if source.compact else {"whitespace_pattern": _SPACES}
-        grammar = LLMatcher.grammar_from_json_schema(source.text, overrides=spaces)
-    elif source.kind == "regex":
-        grammar = LLMatcher.grammar_from_regex(source.text)
-    elif source.kind == "choice":
-        texts = " | ".join(json.dumps(text) for text in json.loads(source.text))
-        grammar = LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")  # a rule may have 2,000 texts at most
-    else:
-        grammar = LLMatcher.grammar_from_lark(source.text)
-    return str(grammar) if source.reasoning is None else _behind(source.reasoning, str(grammar), guide)
-
-
-def _behind(reasoning: Reasoning, grammar: str, guide: Any) -> str:
-    """A grammar behind reasoning. A tag that is one special token is no text for grammars, but that token."""
-
-    def token(tag: str) -> str | None:
-        ids = guide.tokenize_str(tag)
-        ids = guide.tokenize_bytes(tag.encode(), parse_special=True) if len(ids) != 1 else ids
-        return f"<[{ids[0]}]>" if len(ids) == 1 and guide.is_special_token(ids[0]) else None
-
-    opening = token(reasoning.opening) or json.dumps(reasoning.opening)
-    closing = token(reasoning.closing)
-    end = f"[suffix={json.dumps(reasoning.closing)}]" if closing is None else ""
-    thought = f"thinking {closing or ''} SPACE?"
-    start = thought if reasoning.begun else f"(SPACE? {opening} {thought})?"
-    lines = [f"start: {start} @output", f"thinking{end}: /(.|\\n)*/", r"SPACE: /[ \t\r\n]{1,16}/"]
-    # Of Lark's grammars llguidance takes the text itself, and of others JSON.
-    listed = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
-    first, *others = listed
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, first | {"name": "output"}, *others]})

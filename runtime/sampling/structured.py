@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from qcompile.errors import UsageError, shown
 from qcompile.runtime.sampling.schemas import MOST_DEPTH, schema_text
 
-Kind = Literal["json", "regex", "choice", "grammar"]
+Kind = Literal["json", "regex", "choice", "grammar", "calls"]
 
 MOST_BYTES = 256 << 10
 """Longest schema, expression or grammar, in bytes of UTF-8: what is longer takes seconds to compile."""
@@ -40,12 +40,15 @@ def named_as(field: str | None) -> Iterator[None]:
 class Reasoning(NamedTuple):
     """Any text between two tags, which stands before an output. begun: whether the prompt has the first tag.
 
-    Otherwise an output may begin without it.
+    Otherwise an output may begin without it. In replies of several messages, `again` stands behind the second tag, and
+    such a text may follow again. heads: texts of which one stands before an output in any case.
     """
 
     opening: str
     closing: str
-    begun: bool
+    begun: bool = False
+    again: str = ""
+    heads: tuple[str, ...] = ()
 
 
 class Source(NamedTuple):
@@ -66,8 +69,10 @@ class StructuredOutputsParams:
 
     json: a JSON schema, as text or as Python's values. regex: a regular expression for the whole output. choice: texts,
     of which the output is one. grammar: a grammar in Lark's format, as llguidance reads it. json_object: any JSON
-    object. disable_any_whitespace: no spaces and newlines between the parts of JSON. reasoning: set by chats.
-    Raises UsageError.
+    object. disable_any_whitespace: no spaces and newlines between the parts of JSON. Raises UsageError.
+
+    Chats set the last two. calls, in place of the first five: texts, each with the JSON schema of what follows it;
+    an output is one of them. reasoning: what stands before the language.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -76,10 +81,11 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
+    calls: Sequence[tuple[str, Mapping[str, Any]]] | None = None
     reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) is not None]
+        given = [name for name in (*_KINDS, "calls") if getattr(self, name) is not None]
         if self.json_object is False:
             given.remove("json_object")
         if not isinstance(self.disable_any_whitespace, bool):
@@ -105,6 +111,9 @@ class StructuredOutputsParams:
             return Source("json", _ANY_OBJECT, self.disable_any_whitespace)
         if name == "json":
             return Source("json", _schema_text(value), self.disable_any_whitespace)
+        if name == "calls":
+            listed = [(head, _schema_text(schema)) for head, schema in value]
+            return Source("calls", _limited(name, json.dumps(listed)), self.disable_any_whitespace)
         if name == "choice":
             texts = isinstance(value, Sequence) and not isinstance(value, str) and value
             if not texts or not all(isinstance(text, str) for text in value):
@@ -124,7 +133,7 @@ def structured(given: object) -> StructuredOutputsParams:
         return given
     if not isinstance(given, Mapping):
         raise UsageError(f"structured_outputs must be StructuredOutputsParams or its fields, not {shown(given)}")
-    known = [field.name for field in fields(StructuredOutputsParams) if field.name != "reasoning"]
+    known = [field.name for field in fields(StructuredOutputsParams) if field.name not in ("calls", "reasoning")]
     for name in given:
         if name not in known:
             raise UsageError(f"structured_outputs has no field {shown(name)}: it has {', '.join(known)}")

@@ -12,8 +12,9 @@ from qcompile.errors import UsageError
 from qcompile.runtime.chat import ChatTemplate
 from qcompile.runtime.dialogue import Dialogue, DialogueFormat
 from qcompile.runtime.forced_calls import calls_schema
-from qcompile.runtime.parsers.reply import ParsedReply
+from qcompile.runtime.parsers.reply import ParsedReply, ToolCall
 from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.sampling.structured import Reasoning
 from tests.support.conversations import TOOLS
 
 
@@ -160,11 +161,12 @@ def forced(choice: Any, **options: Any) -> Any:
 def test_forced_calls_have_a_schema_and_no_reasoning() -> None:
     turn = forced("required", variables={"enable_thinking": True})
     assert turn.prompt == f"{len(TOOLS)}False" and not turn.named
-    names = [call["properties"]["name"]["const"] for call in turn.schema["items"]["anyOf"]]
-    assert names == [tool["function"]["name"] for tool in TOOLS] and "maxItems" not in turn.schema
-    assert forced("required", parallel_tool_calls=False).schema["maxItems"] == 1
+    schema = turn.language.json
+    names = [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]]
+    assert names == [tool["function"]["name"] for tool in TOOLS] and "maxItems" not in schema
+    assert forced("required", parallel_tool_calls=False).language.json["maxItems"] == 1
     one = forced({"type": "function", "function": {"name": "noop"}})
-    assert one.named and one.schema["maxItems"] == 1 == len(one.schema["items"]["anyOf"])
+    assert one.named and one.language.json["maxItems"] == 1 == len(one.language.json["items"]["anyOf"])
     reply = turn.parser().whole('[{"name":"noop","parameters":{"a":1}},{"name":"search","parameters":{}}]')
     assert [(call.name, call.arguments) for call in reply.calls] == [("noop", '{"a":1}'), ("search", "{}")]
     result = turn.params(SamplingParams()).structure
@@ -184,7 +186,7 @@ def test_forced_calls_have_a_schema_and_no_reasoning() -> None:
 )
 def test_structured_output_is_content_from_its_first_token_on(source: str, prompt: str) -> None:
     turn = form(source).turn(Dialogue([], reasoning_effort="none", structured=True))
-    assert turn.prompt == prompt and turn.schema is None
+    assert turn.prompt == prompt and turn.language is None
     assert turn.parser().whole('{"a": "<think>"}') == ParsedReply('{"a": "<think>"}')
 
 
@@ -192,15 +194,52 @@ def test_structured_output_stands_behind_reasoning_that_is_asked_for() -> None:
     source = "{{ enable_thinking }}{# </think> #}"
     for asked in ({"reasoning_effort": "high"}, {"variables": {"enable_thinking": True}}):
         turn = form(source).turn(Dialogue([], structured=True, **asked))  # type: ignore[arg-type]
-        assert turn.prompt == "True" and turn.reasoning == ("<think>", "</think>", False)
+        assert turn.prompt == "True" and turn.reasoning == Reasoning("<think>", "</think>")
         assert turn.parser().whole("<think>a</think>\n\n1") == ParsedReply("1", "a")
         params = turn.params(SamplingParams(structured_outputs={"regex": "1"}))
         assert params.structure is not None and params.structure.source.reasoning == turn.reasoning
     begun = form("{{ enable_thinking }}<think>\n{# </think> #}")
     asked_to = Dialogue([], reasoning_effort="low", structured=True)
-    assert begun.turn(asked_to).reasoning == ("<think>", "</think>", True)
-    with pytest.raises(UsageError, match="reasoning_effort 'high': structured outputs and forced calls exclude reason"):
-        form("a{# <|channel|><|message|> #}").turn(Dialogue([], reasoning_effort="high", structured=True))
+    assert begun.turn(asked_to).reasoning == Reasoning("<think>", "</think>", True)
+    with pytest.raises(UsageError, match="reasoning_effort 'high': the chat template has no reasoning"):
+        form("{{ reasoning_effort }}").turn(Dialogue([], reasoning_effort="high", structured=True))
+
+
+HARMONY = "{{ reasoning_effort }}{% for tool in tools or () %}{% endfor %}{# <|channel|><|message|> #}"
+
+
+def test_structured_output_is_the_last_of_several_messages() -> None:
+    """It may contain what ends a message elsewhere."""
+    turn = form(HARMONY).turn(Dialogue([], reasoning_effort="high", structured=True))
+    final, message = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
+    assert turn.prompt == "high" and turn.reasoning and turn.reasoning.heads[0] == final
+    said = f'{message}a<|end|><|start|>assistant{message}b<|end|><|start|>assistant{final} "<|end|>" '
+    for pieces in ([said], list(said)):
+        parser, reply = turn.parser(), ParsedReply()
+        for piece in pieces:
+            reply.add(parser.push(piece))
+        reply.add(parser.end())
+        assert reply == ParsedReply(' "<|end|>" ', "a\nb")
+
+
+def test_forced_calls_stand_behind_reasoning_that_is_asked_for() -> None:
+    """In a list as without it, or in a message with a call."""
+    asked = Dialogue([], TOOLS, "required", reasoning_effort="high")
+    listed = form("{{ tools | length }}{{ enable_thinking }}{# </think> #}").turn(asked)
+    assert listed.prompt == "4True" and listed.reasoning == Reasoning("<think>", "</think>")
+    reply = listed.parser().whole('<think>a</think>[{"name":"noop","parameters":{"a":1}}]')
+    assert reply == ParsedReply(None, "a", [ToolCall("noop", '{"a":1}')])
+    one = form(HARMONY).turn(asked)
+    assert one.reasoning and not one.reasoning.heads and one.language and one.language.calls
+    head = "<|channel|>commentary to=functions.search <|constrain|>json<|message|>"
+    assert one.language.calls[0][0] == head
+    odd = {"function": {"name": "a b"}}
+    with pytest.raises(UsageError, match="tools: 'a b' is no name that a call can have in messages"):
+        form(HARMONY).turn(Dialogue([], [odd], "required", reasoning_effort="high"))
+    params = one.params(SamplingParams()).structure
+    assert params is not None and params.source.kind == "calls" and params.source.reasoning == one.reasoning
+    said = "<|channel|>analysis<|message|>a<|end|><|start|>assistant" + one.language.calls[3][0] + '{"a":"<|end|>"}'
+    assert one.parser().whole(said) == ParsedReply(None, "a", [ToolCall("noop", '{"a":"<|end|>"}')])
 
 
 def test_references_within_parameters_stay_right() -> None:

@@ -59,6 +59,38 @@ def test_without_reasoning_the_language_may_begin_at_once() -> None:
         assert allowed(state, encode("a").ids[0], 257) and allowed(state, encode("!").ids[0], 257) == begun
 
 
+CHANNELS = Reasoning(
+    "<|channel|>analysis<|message|>", "<|end|>", False, "<|start|>assistant", ("<|channel|>final<|message|>",)
+)
+CALLS = StructuredOutputsParams(
+    calls=[("<|channel|>to=f<|message|>", {"const": 1}), ("<|channel|>to=g<|message|>", {})]
+)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("thoughts", [0, 1, 2])
+def test_the_language_begins_in_the_message_behind_those_with_reasoning(special: bool, thoughts: int) -> None:
+    """Of which there may be none or several."""
+    tokenizer = byte_tokenizer()
+    if special:
+        tokenizer.add_special_tokens(["<|channel|>", "<|message|>", "<|end|>", "<|start|>"])
+    vocab = tokenizer.get_vocab_size()
+    grammars = Grammars(tokenizer, vocab, [EOS])
+    before = '<|channel|>analysis<|message|>{"a" so\n<|end|><|start|>assistant' * thoughts
+    cases = [(replace(asked, reasoning=CHANNELS), CHANNELS.heads[0], said) for asked, said in LANGUAGES]
+    bare = CHANNELS._replace(heads=())
+    for asked, head, said in [*cases, (replace(CALLS, reasoning=bare), "<|channel|>to=f<|message|>", "1")]:
+        state = grammars.compile(asked).start()
+        for place, token in enumerate(tokenizer.encode(before + head).ids):
+            assert allowed(state, token, vocab), (asked, place)
+            assert not allowed(state, EOS, vocab)
+            state.note(token)
+        output = tokenizer.encode(said).ids
+        assert not allowed(state, tokenizer.encode("!").ids[0], vocab)
+        assert allowed(state, output[-1], vocab, output[:-1]) and allowed(state, EOS, vocab, output)
+
+
 def test_requests_do_not_set_it() -> None:
-    with pytest.raises(UsageError, match="structured_outputs has no field 'reasoning'"):
-        structured({"regex": "a", "reasoning": ["a", "b", True]})
+    for name, value in (("reasoning", ["a", "b", True]), ("calls", [["a", {}]])):
+        with pytest.raises(UsageError, match=f"structured_outputs has no field '{name}'"):
+            structured({"regex": "a", name: value})

@@ -117,6 +117,27 @@ def test_a_stream_adds_up_to_the_whole_message(client: Client, say: Say) -> None
     assert streamed(client, tools=TOOLS) == {name: whole[name] for name in ("message", "finish_reason")}
 
 
+def test_structured_output_and_forced_calls_follow_reasoning_in_messages(say: Say) -> None:
+    """Whole and streamed, of a model with replies of several messages."""
+    thought = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
+    number = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    final = {"response_format": number, "reasoning_effort": "high"}
+    forced = {"tools": TOOLS, "tool_choice": "required", "reasoning_effort": "high"}
+    with serving_with("?{# <|channel|><|message|> #}" + READS) as client:
+        say(thought + '<|channel|>final<|message|>{"a": "<|end|>"}')
+        result = chat(client, **final)
+        assert (result["message"]["reasoning_content"], result["finish_reason"]) == ("Let me see.", "stop")
+        assert result["message"]["content"] == '{"a": "<|end|>"}'
+        assert streamed(client, **final) == {name: result[name] for name in ("message", "finish_reason")}
+        say(thought + '<|channel|>commentary to=functions.noop <|constrain|>json<|message|>{"a":1}')
+        result = chat(client, **forced)
+        [call] = result["message"]["tool_calls"]
+        assert call["function"] == {"name": "noop", "arguments": '{"a":1}'} and result["finish_reason"] == "tool_calls"
+        again = streamed(client, **forced)
+        assert again["message"]["tool_calls"] == [{"function": call["function"]}]
+        assert again["message"]["reasoning_content"] == result["message"]["reasoning_content"] == "Let me see."
+
+
 def test_arguments_come_in_pieces() -> None:
     """Nothing is sent while it is not certain what the text is."""
     turn = DialogueFormat(ChatTemplate({"default": TEMPLATE}, {}), TOKENIZER).turn(Dialogue(SAID, TOOLS))
