@@ -141,7 +141,7 @@ LARGE_COMMON: Settings = {
 }
 
 FORMATS = ("f32", "bf16", "w8_sym_channel", "w4_asym_g128", "qoq_g128", "qoq_channel", "mxfp4", "nested_8_4", "mix_4_8")
-ACTIVATIONS = ("f32", "bf16", "int8", "int8_g128", "int4", "int4_g128", "int4_g128_outlier128")
+ACTIVATIONS = ("f32", "bf16", "int8", "int8_g128", "int4", "int4_clip", "int4_g128", "int4_g128_outlier128")
 CACHES = ("kv32", "kv16", "kv8", "kv4", "kv_hier", "kv_hier4")
 HEADS = ("int8", "nested", "bf16", "f32")
 

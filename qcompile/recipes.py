@@ -191,7 +191,7 @@ RECIPES = {
             "w4a4",
             "4-bit weights in groups of 128, 4-bit activations per token",
             "w4_asym_g128",
-            "int4",
+            "int4_clip",
             "kv16",
             calibrated=True,
             extra=QUAROT,

@@ -6,6 +6,7 @@ import re
 import struct
 
 from qcompile.codegen.buffers import Buffer
+from qcompile.formats.activations import ActivationFormat
 
 
 def rows_kind(buffer: Buffer) -> str:
@@ -33,6 +34,11 @@ def gate_kind(kind: str, gates: dict[str, None]) -> str:
     name = unary_kind(kind)
     gates[name] = None
     return name
+
+
+def code_range(kind: ActivationFormat) -> str:
+    """The initializers of Q8Kind that say which codes an integer activation format has."""
+    return ", ".join(f32(value) for value in (*kind.divisors, *([kind.top] if kind.clips else [])))
 
 
 def f32(value: float) -> str:

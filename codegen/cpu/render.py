@@ -20,7 +20,7 @@ from qcompile.codegen.buffers import PAD, Buffer
 from qcompile.codegen.calls import AllReduce, Embed, ExpertGemm, Gemm
 from qcompile.codegen.cpu import flow
 from qcompile.codegen.cpu.barriers import Barriers
-from qcompile.codegen.cpu.cpp import f32, ident, rows_kind, string
+from qcompile.codegen.cpu.cpp import code_range, f32, ident, rows_kind, string
 from qcompile.codegen.cpu.headers import Headers
 from qcompile.codegen.cpu.statements import Statements, rope_stride
 from qcompile.codegen.feature_calls import only_for_features
@@ -192,6 +192,6 @@ def _place(buffer: Buffer, barriers: Barriers) -> str:
     where = f"{rows_kind(buffer)}, {buffer.offset}, {barriers.is_own(buffer.name)}"
     if buffer.dtype == "q8":
         kind = buffer.kind
-        how = f"{buffer.group}, {kind.group or buffer.stride}, {f32(kind.top)}, {f32(kind.last_top)}"
+        how = f"{buffer.group}, {kind.group or buffer.stride}, {code_range(kind)}"
         return f"s.q8({where}, {buffer.stride}, {{{how}}})"
     return f"s.rows<{'float' if buffer.dtype == 'f32' else 'uint16_t'}>({where})"

@@ -30,7 +30,7 @@ from qcompile.codegen.calls import (
 )
 from qcompile.codegen.cpu import feature_statements, lora_statements
 from qcompile.codegen.cpu.barriers import Barriers
-from qcompile.codegen.cpu.cpp import boolean, bound, f32, gate_kind, ident, rows_kind, unary_kind
+from qcompile.codegen.cpu.cpp import boolean, bound, code_range, f32, gate_kind, ident, rows_kind, unary_kind
 from qcompile.codegen.program import Program
 from qcompile.codegen.sizes import round_up
 from qcompile.codegen.state_calls import MOST_TAPS, ConvStep, RecurrenceStep
@@ -264,7 +264,7 @@ class Statements:
         rows = "Q8Rows" if kind.is_integer else "uint16_t" if kind.dtype.itemsize == 2 else "float"
         padded = round_up(c.k, PAD)
         group, scales = round_up(c.group or padded, PAD), kind.group or padded
-        how = f"{{{group}, {scales}, {f32(kind.top)}, {f32(kind.last_top)}}}"
+        how = f"{{{group}, {scales}, {code_range(kind)}}}"
         call = f"{weight_format(c.format).cpu_kernel(kind)}(g, x, w);"
         run = f"[](const Gemm& g, const auto& x, const Worker& w) {{ {call} }}"
         lines.append(f"expert_gemm<{rows}>({e}, {how}, s.w, (char*)s.w.scratch + kOwnScratchBytes,")

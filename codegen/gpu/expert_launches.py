@@ -62,8 +62,8 @@ def _rounding(c: fused.QuantizeSlots) -> RowSpec:
         return RowSpec(c.k, 0, k, out=c.activation)
     scales = groups_of(k, kind.group)
     filled = scales if scales != groups_of(c.k, kind.group) else 0
-    how: dict[str, Any] = {"top": kind.top, "group": kind.group, "last_top": kind.last_top, "row_scales": filled}
-    return RowSpec(c.k, 0, k, out="q8", sums=not kind.group, **how)
+    codes: dict[str, Any] = {"top": kind.top, "group": kind.group, "last_top": kind.last_top, "reach": kind.reach}
+    return RowSpec(c.k, 0, k, out="q8", sums=not kind.group, row_scales=filled, **codes)
 
 
 def _rounded_to(c: fused.QuantizeSlots) -> Operands:

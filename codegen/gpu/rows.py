@@ -37,7 +37,8 @@ class RowSpec:
     - norm: rms or layer, with `weight` and `bias`.
     - write: f32, bf16 or q8. q8 are int8 codes within +-`top` with one scale per row, and with `sums` the sum of the
       codes. With `group` there is a scale for each `group` columns, and the codes of the last group are within
-      +-`last_top`. The scales of rows are `row_scales` apart, if a row has room for more than it needs.
+      +-`last_top`. With a `reach` below 1, codes reach that share of the largest magnitude, and are clipped. The
+      scales of rows are `row_scales` apart, if a row has room for more than it needs.
 
     With `mean` the row is reduced to its mean, one f32 for each block.
 
@@ -70,6 +71,7 @@ class RowSpec:
     top: int = 127
     group: int = 0
     last_top: int = 127
+    reach: float = 1.0
     row_scales: int = 0
     blocks: int = 1
     amax_parts: int = 0

@@ -14,13 +14,18 @@ from qcompile.formats.rounding import Parts, Shape, groups_of
 ACTIVATION_GROUP = 128
 """Inputs that share a scale in activation formats with several scales per row."""
 
+CLIPPED = 0.8
+"""The share of the largest magnitude that clipped codes of 4 bits cover: a rotated row is nearly normal, and its few
+largest values cost less than coarser steps for all. The scale's divisor, 8.75, is exact in f32."""
+
 
 @dataclass(frozen=True)
 class ActivationFormat:
     """An activation format: floats of `dtype`, or integers within ±`top` with a scale (symmetric, dynamic).
 
     A scale covers `group` inputs (0: the whole row). Codes of the last group lie within ±`last_top`, which may keep
-    more bits for channels reordered to the end. 4-bit codes are stored one per byte, for the int8 dot products.
+    more bits for channels reordered to the end. 4-bit codes are stored one per byte, for the int8 dot products. If
+    `reach` is below 1, codes cover that share of the largest magnitude, in finer steps, and larger values are clipped.
     """
 
     name: str
@@ -28,12 +33,27 @@ class ActivationFormat:
     top: int = 0
     group: int = 0
     last_top: int = 0
+    reach: float = 1.0
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.clips and self.top != self.last_top:
+            raise ValueError(f"{self.name}: clipped codes have one largest code")
 
     @property
     def is_integer(self) -> bool:
         """Whether codes are integers with scales, rather than floats."""
         return self.top > 0
+
+    @property
+    def clips(self) -> bool:
+        """Whether codes do not reach the largest magnitude."""
+        return self.reach < 1
+
+    @property
+    def divisors(self) -> tuple[float, float]:
+        """The largest magnitude over the scale: in all scale groups but a row's last, and in the last."""
+        return self.top / self.reach, self.last_top / self.reach
 
     def sum_group(self, weight_group: int, inputs: int) -> int:
         """Codes per sum for a weight with zero points per `weight_group` inputs (0: per row) and `inputs` inputs.
@@ -53,8 +73,8 @@ class ActivationFormat:
     def quantize(self, x: Tensor, group: int) -> Parts:
         """x [..., K] -> [x] for floats, or for integers [codes int8, scale f32 [...] or [..., groups], sums int32].
 
-        codes = round(x * (1 / scale)), where scale = max |x| / top over a row or a group. The reciprocal is taken once
-        in f32, as in the kernels. `sums` [..., K/group] add up `group` codes each (0: all).
+        codes = round(x * (1 / scale)) within ±top, where scale = max |x| * reach / top over a row or a group. The
+        reciprocal is taken once in f32, as in the kernels. `sums` [..., K/group] add up `group` codes each (0: all).
         """
         if not self.is_integer:
             return [x.to(self.dtype)]
@@ -63,7 +83,7 @@ class ActivationFormat:
         if self.last_top != self.top:
             last = torch.arange(grouped.shape[-2], device=x.device)[:, None] == grouped.shape[-2] - 1
             top = torch.where(last, float(self.last_top), top)
-        scale = grouped.abs().amax(-1, keepdim=True) / top
+        scale = grouped.abs().amax(-1, keepdim=True) / (top / self.reach)
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         codes = torch.round(grouped * (1.0 / scale)).clamp(-top, top).to(torch.int8).flatten(-2)[..., : x.shape[-1]]
         sums = _padded_groups(codes, group).sum(-1, dtype=torch.int32)
@@ -89,13 +109,16 @@ def dequantize_activation(parts: Parts) -> Tensor:
 
 F32 = ActivationFormat("f32", torch.float32)
 BF16 = ActivationFormat("bf16", torch.bfloat16)
-INT8 = ActivationFormat("int8", torch.int8, 127, 0, 127, "SmoothQuant; QServe 4")
+INT8 = ActivationFormat("int8", torch.int8, 127, 0, 127, source="SmoothQuant; QServe 4")
 INTEGERS = (
     INT8,
-    ActivationFormat("int8_g128", torch.int8, 127, ACTIVATION_GROUP, 127, "MixLLM 3.1"),
-    ActivationFormat("int4", torch.int8, 7, 0, 7, "QuaRot 4"),
-    ActivationFormat("int4_g128", torch.int8, 7, ACTIVATION_GROUP, 7, "Atom 4.2"),
-    ActivationFormat("int4_g128_outlier128", torch.int8, 7, ACTIVATION_GROUP, 127, "Atom 4.1: outliers last, in int8"),
+    ActivationFormat("int8_g128", torch.int8, 127, ACTIVATION_GROUP, 127, source="MixLLM 3.1"),
+    ActivationFormat("int4", torch.int8, 7, 0, 7, source="QuaRot 4"),
+    ActivationFormat("int4_clip", torch.int8, 7, 0, 7, CLIPPED, "QuaRot 4, which clips less"),
+    ActivationFormat("int4_g128", torch.int8, 7, ACTIVATION_GROUP, 7, source="Atom 4.2"),
+    ActivationFormat(
+        *("int4_g128_outlier128", torch.int8, 7, ACTIVATION_GROUP, 127), source="Atom 4.1: outliers last, in int8"
+    ),
 )
 ACTIVATIONS = {format.name: format for format in (F32, BF16, *INTEGERS)}
 

@@ -70,6 +70,7 @@ class Q8Kind(ctypes.Structure):
         ("scale_group", ctypes.c_int),
         ("top", ctypes.c_float),
         ("last_top", ctypes.c_float),
+        ("clip", ctypes.c_float),
     ]
 
 

@@ -23,7 +23,8 @@ QC_INLINE int32_t reduce_add(i32x16 v) {
 
 struct Q8Kind {
   int group, scale_group;  // inputs per code sum and per scale; one is a multiple of the other
-  float top, last_top;     // the largest code, and that of a row's last scale group
+  float top, last_top;     // the largest magnitude over the scale, and that in a row's last scale group
+  float clip;              // codes are clipped to this magnitude; 0: none is larger than it may be
 };
 struct Q8Rows {    // int8 rows with scales and code sums
   int8_t* q;       // [rows][kp]
@@ -86,10 +87,11 @@ QC_INLINE float scale_of(const float* row, int begin, int end, float top) {
   return scale > 1e-37f ? scale : 1.0f;  // keeps 1 / scale finite
 }
 
-// q = round(row / scale), half to even, one scale group at a time: groups scales.begin .. scales.end - 1 of the row.
+// q = round(row / scale), half to even, clipped where the kind says so, one scale group at a time: groups scales.begin .. scales.end - 1 of the row.
 QC_INLINE void put_scales(const Q8Rows& out, int t, Range scales, const float* row, int kp) {
   const int step = out.kind.scale_group;
   int8_t* q = out.q + (int64_t)t * kp;
+  const f32x16 clip = splat(out.kind.clip);
   int32_t* sums = out.sums + (int64_t)t * out.groups + (scales.begin ? scales.begin * (step / out.kind.group) : 0);
   for (int s = scales.begin; s < scales.end; ++s) {
     const int last = s + 1 < out.scales ? (s + 1) * step : kp;
@@ -99,7 +101,8 @@ QC_INLINE void put_scales(const Q8Rows& out, int t, Range scales, const float* r
       i32x16 sum{};
       const int end = begin + out.kind.group < last ? begin + out.kind.group : last;
       for (int i = begin; i < end; i += 16) {
-        i32x16 code = round_to_i32(load<f32x16>(row + i) * inverse);
+        const f32x16 x = load<f32x16>(row + i) * inverse;
+        const i32x16 code = round_to_i32(out.kind.clip > 0 ? vmin(vmax(x, -clip), clip) : x);
         sum += code;
         store(q + i, __builtin_convertvector(code, i8x16));
       }

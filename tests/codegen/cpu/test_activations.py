@@ -22,7 +22,7 @@ def quantize(library: ctypes.CDLL, x: np.ndarray, kind: str, group: int) -> list
     kp = padded_inputs(k)
     spec = activation_format(kind)
     padded = aligned(np.pad(x, ((0, 0), (0, kp - k))))
-    how = Q8Kind(group or kp, spec.group or kp, spec.top, spec.last_top)
+    how = Q8Kind(group or kp, spec.group or kp, *spec.divisors, spec.top if spec.clips else 0)
     scales, groups = (-(-kp // size) for size in (how.scale_group, how.group))
     out = [
         aligned(np.full(shape, 99, dtype))

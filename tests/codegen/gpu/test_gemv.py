@@ -97,13 +97,14 @@ def interpret_gemv_floats() -> None:
 
 
 def interpret_parts() -> None:
-    """A row quantized in parts, by the amax of other parts or in groups: the bits of all at once."""
+    """A row quantized in parts, by the amax of other parts or in groups: the reference's bits, as all at once."""
     from qcompile.codegen.gpu import compile as gpu_compile
 
     torch.manual_seed(0)
     x = torch.randn(3, 768)
-    for group, amax_parts in ((0, 48), (128, 0)):
-        whole = RowSpec(768, 768, 768, out="q8", group=group)
+    for name, amax_parts in (("int8", 48), ("int8_g128", 0), ("int4_clip", 48)):
+        format = activation_format(name)
+        whole = RowSpec(768, 768, 768, out="q8", top=format.top, group=format.group, reach=format.reach)
         result = []
         for spec, grid in ((whole, (3, 1, 1)), (replace(whole, width=256, blocks=3, amax_parts=amax_parts), (3, 3, 1))):
             given = {"x": x, "out": torch.empty(3, 768, dtype=torch.int8), "out_scale": torch.full((3, 6), 0.0)}
@@ -112,6 +113,7 @@ def interpret_parts() -> None:
             gpu_compile.load(kernel)[grid](*(given[a.name] for a in kernel.arguments))
             result.append((given["out"], given["out_scale"]))
         assert all(torch.equal(one, other) for one, other in zip(*result, strict=True))
+        assert torch.equal(result[0][0], format.quantize(x, 0)[0])
 
 
 def interpret_norms() -> None:
