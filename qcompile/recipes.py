@@ -142,6 +142,13 @@ RECIPES = {
             *("w4_asym_g32", "bf16", "kv16"),
             extra=(("calibrate", "descent", 4),),
         ),
+        Recipe(
+            "w3a16",
+            "3-bit weights in groups of 128, bfloat16 activations (CPUs)",
+            *("w3_asym_g128", "bf16", "kv16"),
+            calibrated=True,
+            extra=(("calibrate", "descent", 4),),
+        ),
         Recipe("w4a8-g32", "4-bit weights in groups of 32, 8-bit activations (CPUs)", "w4_asym_g32", "int8", "kv16"),
         Recipe(
             "w8a8-g32",

@@ -7,6 +7,7 @@ weights. All instruction sets use the same packing:
     bf16    [row block][k / 2][16 rows][2 inputs]
     int8    [row block][k / 4][16 rows][4 inputs], code + 128, since the dot product takes unsigned operands
     4 bits  [row block][k / 8][16 rows][4 bytes]: in byte j of b, input 8b + j is the low nibble, 8b + 4 + j the high
+    3 bits  [row block][k / 32][3][16 rows][4 bytes]: the upper two bits of 4 such lines in two, the lowest in one
 
 A weight with several codes per weight (nested) has one such plane for each. Other parts are [rows] per row, and [row
 block][group][16 rows] per group.
@@ -116,10 +117,40 @@ class NibbleLayout(CodeLayout):
         return torch.stack((packed & 15, packed >> 4), -2).reshape(rows, inputs)
 
 
+@dataclass(frozen=True)
+class ThreeBitLayout(NibbleLayout):
+    """The order of a plane of 3-bit codes: 4 lines of nibbles in 3.
+
+    Of lines 0 and 1, the upper two bits of each nibble's code are bits 2 and 3, and bits 0 and 1, of a nibble of the
+    first line; of lines 2 and 3 likewise of the second. The lowest bit of line l is bit l of a nibble of the third.
+    """
+
+    @property
+    def bits(self) -> int:
+        """Bits per code."""
+        return 3
+
+    def _interleave(self, blocks: Tensor) -> Tensor:
+        lines = super()._interleave(blocks).unflatten(1, (-1, 4))  # [row block, K/32, line, 16, 4]
+        upper, lowest = (lines >> 1 & 0x33).unflatten(2, (2, 2)), lines & 0x11
+        pairs = upper[:, :, :, 0] << 2 | upper[:, :, :, 1]
+        single = lowest[:, :, 0] | lowest[:, :, 1] << 1 | lowest[:, :, 2] << 2 | lowest[:, :, 3] << 3
+        return torch.cat((pairs, single.unsqueeze(2)), 2)
+
+    def _separate(self, flat: Tensor, rows: int, inputs: int) -> Tensor:
+        stored = flat.view(-1, 3, ROW_BLOCK, 4)  # [row block * K/32, line, 16, 4]
+        lines = [
+            (stored[:, line // 2] >> (0 if line % 2 else 2) & 0x33) << 1 | stored[:, 2] >> line & 0x11
+            for line in range(4)
+        ]
+        return super()._separate(torch.stack(lines, 1).flatten(), rows, inputs)
+
+
 F32_CODES = CodeLayout(torch.float32, 1)
 BF16_CODES = CodeLayout(torch.bfloat16, 2)
 BYTES = CodeLayout(torch.int8, 4, 128)
 NIBBLES = NibbleLayout(torch.uint8, 8)
+THREE_BITS = ThreeBitLayout(torch.uint8, 8)
 
 
 def _padded(codes: Tensor, fill: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qcompile.errors import UnsupportedError, UsageError, shown, suggestion
 from qcompile.formats.activations import activation_format
-from qcompile.formats.asymmetric import W4_ASYM_G32, W4_ASYM_G64, W4_ASYM_G128
+from qcompile.formats.asymmetric import W3_ASYM_G128, W4_ASYM_G32, W4_ASYM_G64, W4_ASYM_G128
 from qcompile.formats.floats import BF16, F32
 from qcompile.formats.gpu import GpuKernel, GpuPacking
 from qcompile.formats.mixed import MIX_4_8
@@ -20,7 +20,7 @@ STORED_FORMATS: dict[str, WeightFormat] = {
     format.name: format
     for format in (
         *(F32, BF16, W8_SYM_CHANNEL, W8_SYM_G32, W8_SYM_G64, W8_SYM_G128, W4_ASYM_G128, W4_ASYM_G64, W4_ASYM_G32),
-        *(QOQ_G128, QOQ_CHANNEL, MXFP4, NVFP4, NESTED_8_4, MIX_4_8),
+        *(W3_ASYM_G128, QOQ_G128, QOQ_CHANNEL, MXFP4, NVFP4, NESTED_8_4, MIX_4_8),
     )
 }
 """Formats that tensors of an artifact can have."""

@@ -87,10 +87,19 @@ struct FloatFormat {
 using F32 = FloatFormat<F32Codes>;
 using Bf16 = FloatFormat<Bf16Codes>;
 
-// Asymmetric 4-bit weights in groups of `Chunks` * 32 inputs, with bfloat16 activations: y = sum_g s (sum((q + offset) x)
+// The lines of nibbles of a chunk of 32 inputs, as they are stored.
+struct NibbleLines {
+  using Opened = const uint8_t*;
+  static constexpr int kBytes = 256;
+  QC_INLINE Opened open(const uint8_t* chunk) { return chunk; }
+  QC_INLINE B64 line(const Opened& chunk, int l) { return b_load(chunk + l * 64); }
+};
+
+// Asymmetric weights in groups of `Chunks` * 32 inputs, with bfloat16 activations, in 4 bits, or stored in fewer and
+// opened by `Lines`: y = sum_g s (sum((q + offset) x)
 // - (z + offset) sum(x)), where q + offset is exact in bfloat16. The offset makes unpacking cheap; it costs a few units
 // in the last place of the float sum.
-template <int Chunks>
+template <int Chunks, class Lines = NibbleLines>
 struct W4AsymBf16 {
   using X = const uint16_t*;
   struct Tile {
@@ -131,26 +140,28 @@ struct W4AsymBf16 {
   };
   static Block block(const Gemm& g, int b) {
     const int64_t chunks = gemm_kp(g.k) / 32, at = b * ((chunks + Chunks - 1) / Chunks) * 16;
-    return {(const uint8_t*)g.codes + b * chunks * 256, g.scale + at, g.zero + at, nullptr};
+    return {(const uint8_t*)g.codes + b * chunks * Lines::kBytes, g.scale + at, g.zero + at, nullptr};
   }
   template <bool Panel, int B, int M>
   static void blocks_by_tokens(Block (&w)[B], const Tile& tile, int chunks, float* out) {
-    const int64_t skip = B == 1 ? 0 : (int64_t)chunks * 256;
+    const int64_t skip = B == 1 ? 0 : (int64_t)chunks * Lines::kBytes;
     const BfX* x = tile.x;
     F16 acc[B * M];
     QC_UNROLL for (int i = 0; i < B * M; ++i) acc[i] = f_set(0.0f);
     for (int g = 0; chunks > 0; ++g, chunks -= Chunks) {
       F16 first[B * M], second[B * M];
       QC_UNROLL for (int i = 0; i < B * M; ++i) first[i] = second[i] = f_set(0.0f);
-      const int64_t ahead = kPrefetchBytes + (chunks * 256 <= kPrefetchBytes ? skip : 0);
+      const int64_t ahead = kPrefetchBytes + (chunks * Lines::kBytes <= kPrefetchBytes ? skip : 0);
       for (int c = chunks < Chunks ? chunks : Chunks; c; --c, x += M * 32) {
+        typename Lines::Opened opened[B];
+        if (!Panel) QC_UNROLL for (int b = 0; b < B; ++b) opened[b] = Lines::open(w[b].codes);
         QC_UNROLL for (int l = 0; l < 4; ++l) QC_UNROLL for (int b = 0; b < B; ++b) {
-          if (!Panel) __builtin_prefetch(w[b].codes + l * 64 + ahead, 0, 2);
-          const W4Bf v = Panel ? w[b].panel[l] : w4_unpack(b_load(w[b].codes + l * 64));
+          if (!Panel && l * 64 < Lines::kBytes) __builtin_prefetch(w[b].codes + l * 64 + ahead, 0, 2);
+          const W4Bf v = Panel ? w[b].panel[l] : w4_unpack(Lines::line(opened[b], l));
           QC_UNROLL for (int m = 0; m < M; ++m)
             w4_dot(first[b * M + m], second[b * M + m], v, x + m * 32 + l * 8);
         }
-        QC_UNROLL for (int b = 0; b < B; ++b) w[b].codes += 256, w[b].panel += 4;
+        QC_UNROLL for (int b = 0; b < B; ++b) w[b].codes += Lines::kBytes, w[b].panel += 4;
       }
       QC_UNROLL for (int b = 0; b < B; ++b) {
         const F16 s = f_load(w[b].scale + g * 16);
@@ -178,11 +189,14 @@ struct W4AsymBf16 {
     }
   }
   static void unpack(const Gemm& g, int first, int blocks, char* panel) {
-    const int steps = gemm_kp(g.k) / 8;
+    const int chunks = gemm_kp(g.k) / 32;
     W4Bf* to = (W4Bf*)panel;
     for (int b = 0; b < blocks; ++b) {
       const Block w = block(g, first + b);
-      for (int s = 0; s < steps; ++s) *to++ = w4_unpack(b_load(w.codes + s * 64));
+      for (int c = 0; c < chunks; ++c) {
+        const typename Lines::Opened opened = Lines::open(w.codes + c * Lines::kBytes);
+        QC_UNROLL for (int l = 0; l < 4; ++l) *to++ = w4_unpack(Lines::line(opened, l));
+      }
     }
   }
   static void panel_unit(const Gemm& g, int first, int blocks, char* panel, const Tile& x, const TilePass&,

@@ -62,6 +62,11 @@ QC_INLINE B64 b_set(uint8_t v) { return {_mm256_set1_epi8((char)v), _mm256_set1_
 QC_INLINE __m256i low_nibbles(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 QC_INLINE B64 b_low(B64 v) { return {low_nibbles(v.a), low_nibbles(v.b)}; }
 QC_INLINE B64 b_high(B64 v) { return {low_nibbles(_mm256_srli_epi16(v.a, 4)), low_nibbles(_mm256_srli_epi16(v.b, 4))}; }
+template <int Shift>
+QC_INLINE B64 b_bits(B64 v, uint8_t mask) {
+  const __m256i kept = _mm256_set1_epi8((char)mask);
+  return {_mm256_and_si256(_mm256_srli_epi16(v.a, Shift), kept), _mm256_and_si256(_mm256_srli_epi16(v.b, Shift), kept)};
+}
 QC_INLINE B64 b_lookup(const uint8_t* table, B64 index) {
   __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
   return {_mm256_shuffle_epi8(t, index.a), _mm256_shuffle_epi8(t, index.b)};

@@ -51,6 +51,10 @@ QC_INLINE void b_store(void* p, B64 v) { _mm512_store_si512(p, v); }
 QC_INLINE B64 b_set(uint8_t v) { return _mm512_set1_epi8((char)v); }
 QC_INLINE B64 b_low(B64 v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 QC_INLINE B64 b_high(B64 v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+template <int Shift>
+QC_INLINE B64 b_bits(B64 v, uint8_t mask) {
+  return _mm512_and_si512(_mm512_srli_epi16(v, Shift), _mm512_set1_epi8((char)mask));
+}
 // b_lookup_low, b_lookup_high: table[nibble] for the low and the high nibble of each byte.
 QC_INLINE B64 table4(const uint8_t* table) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));

@@ -44,6 +44,9 @@ QC_INLINE void b_store(void* p, B64 v) { store(p, v); }
 QC_INLINE B64 b_set(uint8_t v) { return B64{} + v; }
 QC_INLINE B64 b_low(B64 v) { return v & 15; }
 QC_INLINE B64 b_high(B64 v) { return v >> 4; }
+// The bits of `mask` in each byte >> Shift; the mask has none that come from the byte above.
+template <int Shift>
+QC_INLINE B64 b_bits(B64 v, uint8_t mask) { return (v >> Shift) & mask; }
 QC_INLINE B64 b_lookup(const uint8_t* table, B64 index) {
   for (int i = 0; i < 64; ++i) index[i] = table[index[i]];
   return index;

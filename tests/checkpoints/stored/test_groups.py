@@ -386,16 +386,21 @@ def test_four_bits_stay_what_they_are(least: int, top: int, dtype: torch.dtype) 
         assert torch.equal(again(w[:, :600]), w[:, :600])
 
 
-@pytest.mark.parametrize("format", ["w4_asym_g64", "w4_asym_g32", "w8_sym_g128", "w8_sym_g64", "w8_sym_g32"])
+EIGHT_BITS = ("w8_sym_g128", "w8_sym_g64", "w8_sym_g32")
+
+
+@pytest.mark.parametrize("format", ["w3_asym_g128", "w4_asym_g64", "w4_asym_g32", *EIGHT_BITS])
 @pytest.mark.parametrize("dtype", first((torch.bfloat16,), [torch.float16, torch.bfloat16]))
 def test_small_groups_stay_what_they_are(format: str, dtype: torch.dtype) -> None:
     """Whichever codes are in use, of a width that fills no group, too: as of Q4_0 and Q8_0, AWQ and GPTQ."""
     torch.manual_seed(0)
     rounding = weight_format(format)
-    ranges = ((0, 15), (1, 15), (4, 11)) if rounding.bits == 4 else ((-127, 127), (-128, 127), (-128, 3), (-40, 90))
+    signed = format in EIGHT_BITS
+    ranges = ((-127, 127), (-128, 127), (-128, 3), (-40, 90)) if signed else ((0, 15), (1, 15), (4, 11))
+    ranges = ((0, 7), (1, 7), (2, 5)) if rounding.bits == 3 else ranges
     for least, top in ranges:
         codes = torch.randint(least, top + 1, (100, 4, rounding.group))
-        zeros = torch.randint(least, top + 1, (100, 4, 1)) if rounding.bits == 4 else 0
+        zeros = 0 if signed else torch.randint(least, top + 1, (100, 4, 1))
         w = ((codes - zeros) * (torch.rand(100, 4, 1) / 100 + 1e-4).to(dtype).float()).flatten(1)
         for kept in (w, w[:, : 3 * rounding.group + 5]):
             assert torch.equal(rounding.dequantize(rounding.quantize(kept), kept.shape[1]), kept)

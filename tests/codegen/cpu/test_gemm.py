@@ -26,7 +26,7 @@ FORMATS = [
     "nested_8_4", "nested_8_4_x128", "mix_4_8", "mix_4_8_x128",
     "nvfp4", "nvfp4_x128", "nvfp4_bf16",
     "w4_asym_g32", "w4_asym_g64", "w8_sym_g32", "w8_sym_g128", "w4_asym_g32_x128", "w8_sym_g64_x128",
-    "w4_asym_g32_bf16", "w4_asym_g64_bf16",
+    "w4_asym_g32_bf16", "w4_asym_g64_bf16", "w3_asym_g128_bf16",
 ]  # fmt: skip
 FLOAT_FORMATS = ["f32", *(fmt for fmt in FORMATS if fmt.endswith("bf16"))]
 INT_FORMATS = [fmt for fmt in FORMATS if fmt not in FLOAT_FORMATS]
@@ -64,6 +64,16 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
     """[np, kp] codes 0..15 -> [nb, kp/8, 16, 4]; byte j holds inputs 8b+j (low) and 8b+4+j (high)."""
     eights = pack_inputs(codes, 8)
     return eights[..., :4] | eights[..., 4:] << 4
+
+
+def pack_three_bits(codes: np.ndarray) -> np.ndarray:
+    """[np, kp] codes 0..7 -> [nb, kp/32, 3, 16, 4]: two lines of the upper two bits of two lines of nibbles each, and
+    one line with the lowest bits of all four."""
+    lines = pack_nibbles(codes).reshape(len(codes) // 16, -1, 4, 16, 4)
+    upper, lowest = lines >> 1 & 0b00110011, lines & 0b00010001
+    pairs = [upper[:, :, line] << 2 | upper[:, :, line + 1] for line in (0, 2)]
+    single = sum(lowest[:, :, line] << line for line in range(4))
+    return np.stack([*pairs, single], 2).astype(np.uint8)
 
 
 @dataclass
@@ -108,7 +118,9 @@ def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -
     q[:2] = [[7], [15]] if fmt == "mxfp4" else [[15], [0]]  # the largest and the least operands: sums must fit too
     if fmt == "mix_4_8":
         return random_mix(n, kp, rng)
-    codes = pack_nibbles(q)
+    if fmt.startswith("w3"):
+        q //= 2
+    codes = pack_three_bits(q) if fmt.startswith("w3") else pack_nibbles(q)
     if fmt == "mxfp4":
         element = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
         exponent = rng.integers(118, 130, (rows, kp // 32)).astype(np.uint8)
@@ -118,8 +130,8 @@ def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -
         zero, scale = rng.integers(0, 16, rows).astype(np.uint8), rng.uniform(0.5, 2, rows).astype(np.float32)
         value = (q.astype(float) - zero[:, None]) * scale[:, None].astype(float)
         return Weight({"codes": codes, "zero": zero, "scale": scale}, value)
-    zero = rng.integers(0, 16, (rows, groups)).astype(np.uint8)
-    zero[:2] = [[0], [15]]
+    zero = rng.integers(0, 8 if fmt.startswith("w3") else 16, (rows, groups)).astype(np.uint8)
+    zero[:2] = [[0], [7 if fmt.startswith("w3") else 15]]
     difference = q.astype(float) - zero[:, group_of]
     if fmt == "qoq_g128":
         group_scale = rng.integers(1, 9, (rows, groups)).astype(np.uint8)  # 8 * 15 stays within 127
