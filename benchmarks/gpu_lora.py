@@ -8,8 +8,12 @@ artifact of the weights that the first adapter is merged into, over the tokens o
 largest change by the adapter itself.
 
 `decode_ms` is the time of a step of Llama-3-8B's shape, cut to `--layers` layers, with random weights, by its number of
-sequences, after 1,024 tokens each: of an artifact without places for adapters, of one with places while no request has
-an adapter, and while each request has the next of 16 adapters of rank 16 on all linears but the head.
+sequences, after 1,024 tokens each: of an artifact without places for adapters (`no places`), and for each of SETS of
+one with places while no request has an adapter, and while each request has the next of 16 adapters.
+
+`floor` is what reading the factors of a step's adapters once adds at least: `adapter_mib` of one adapter, beside the
+`base_mib` of weights that a step reads in any case, and `added_ms` by the number of sequences, at the memory's peak
+rate. `added` has what the floor adds to the time of `no places`, and what was measured, in percent.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -28,17 +32,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, streamed_bytes
 from benchmarks.gpu_common import facts, this_target
 from benchmarks.gpu_e2e import MODELS
 from benchmarks.gpu_ranks import CONTEXT, SAMPLES, STEPS, prompt, random_checkpoint, seconds
 
 BATCHES, RANK, ADAPTERS = (1, 16, 64), 16, 16
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SETS = {"rank 16, all linears": (RANK, ALL), "rank 8, query and value": (8, ("q_proj", "v_proj"))}
+"""Rank and linears of the adapters; the second is PEFT's default."""
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logprobs": 1}
 
 
-def save_adapter(checkpoint: Path, folder: Path, seed: int, size: float) -> Path:
-    """An adapter in PEFT's format for all linears of a checkpoint but the head, with random numbers of `size`."""
+def save_adapter(
+    checkpoint: Path, folder: Path, seed: int, size: float, rank: int = RANK, linears: Sequence[str] = ALL
+) -> Path:
+    """An adapter in PEFT's format for linears of a checkpoint by their names, with random numbers of `size`."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -46,21 +55,23 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int, size: float) -> Path
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 (the file is no mapping)
             shape = file.get_slice(name).get_shape()
-            if name.endswith("_proj.weight"):
+            if name.endswith(tuple(f"{linear}.weight" for linear in linears)):
                 module = f"base_model.model.{name.removesuffix('.weight')}"
-                for part, sides in (("lora_A", (RANK, shape[1])), ("lora_B", (shape[0], RANK))):
+                for part, sides in (("lora_A", (rank, shape[1])), ("lora_B", (shape[0], rank))):
                     tensors[f"{module}.{part}.weight"] = size * torch.randn(*sides, generator=generator)
     targets = sorted({name.split(".")[-3] for name in tensors})
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets, "bias": "none"}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
 
-def adapters_of(checkpoint: Path, place: Path, size: float) -> dict[str, Path]:
+def adapters_of(
+    checkpoint: Path, place: Path, size: float, rank: int = RANK, linears: Sequence[str] = ALL
+) -> dict[str, Path]:
     """ADAPTERS adapters by name."""
-    return {f"a{n}": save_adapter(checkpoint, place / f"a{n}", n, size) for n in range(ADAPTERS)}
+    return {f"a{n}": save_adapter(checkpoint, place / f"a{n}", n, size, rank, linears) for n in range(ADAPTERS)}
 
 
 def log_probabilities(llm: Any, prompts: list[list[int]], names: list[str | None]) -> list[list[float]]:
@@ -126,19 +137,39 @@ def decode_ms(llm: Any, names: list[str]) -> dict[int, float]:
     return result
 
 
-def speed(layers: int, recipe: str, place: Path) -> dict[str, Mapping[int, float]]:
+def speed(layers: int, recipe: str, place: Path) -> dict[str, Any]:
     """See the module's text."""
     (checkpoint := place / "model").mkdir()
-    random_checkpoint(checkpoint, MODELS["llama-3-8b"] | {"num_hidden_layers": layers, "max_position_embeddings": 4096})
-    adapters = adapters_of(checkpoint, place / "large", 0.01)
+    config = MODELS["llama-3-8b"] | {"num_hidden_layers": layers, "max_position_embeddings": 4096}
+    random_checkpoint(checkpoint, config)
     how: dict[str, Any] = {"target": this_target(), "recipe": recipe}
-    qcompile.build(checkpoint, place / "with", **how, options={"lora.rank": str(RANK)})
-    with qcompile.load(place / "with", lora=adapters, max_batch=max(BATCHES)) as llm:
-        rows = {"adapters": decode_ms(llm, list(adapters)), "no adapter": decode_ms(llm, [])}
-    print(json.dumps(rows), flush=True)
     qcompile.build(checkpoint, place / "without", **how)
     with qcompile.load(place / "without", max_batch=max(BATCHES)) as llm:
-        return {"no places": decode_ms(llm, []), **rows}
+        times: dict[str, Any] = {"no places": decode_ms(llm, [])}
+        base, rate = streamed_bytes(place / "without"), 1e9 * llm.executor.peak("memory")
+    result: dict[str, Any] = {"decode_ms": times, "floor": {"base_mib": base / 2**20}, "added": {}}
+    for number, (name, (rank, linears)) in enumerate(SETS.items()):
+        adapters = adapters_of(checkpoint, place / f"adapters{number}", 0.01, rank, linears)
+        qcompile.build(checkpoint, place / f"with{number}", **how, options={"lora.rank": str(rank)})
+        with qcompile.load(place / f"with{number}", lora=adapters, max_batch=max(BATCHES)) as llm:
+            times[name] = {"adapters": decode_ms(llm, list(adapters)), "no adapter": decode_ms(llm, [])}
+        size = adapter_bytes(adapters["a0"])
+        floor = {batch: 1000 * min(batch, ADAPTERS) * size / rate for batch in BATCHES}
+        result["floor"][name] = {"adapter_mib": size / 2**20, "added_ms": floor}
+        plain, adapted = times["no places"], times[name]["adapters"]
+        result["added"][name] = {
+            "floor_percent": {batch: 100 * floor[batch] / plain[batch] for batch in BATCHES},
+            "measured_percent": {batch: 100 * (adapted[batch] / plain[batch] - 1) for batch in BATCHES},
+        }
+        print(json.dumps(result), flush=True)
+    return result
+
+
+def adapter_bytes(folder: Path) -> int:
+    """Bytes of an adapter's factors, which kernels read in bf16."""
+    from safetensors.torch import load_file
+
+    return 2 * sum(each.numel() for each in load_file(folder / "adapter_model.safetensors").values())
 
 
 def main() -> None:
@@ -152,8 +183,7 @@ def main() -> None:
         result["exact"] = exactness(Path(made))
         print(json.dumps(result["exact"]), flush=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")  # also if a later run fails
-        result["decode_ms"] = speed(arguments.layers, arguments.recipe, Path(made))
-    print(json.dumps(result["decode_ms"]), flush=True)
+        result |= speed(arguments.layers, arguments.recipe, Path(made))
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -94,16 +94,19 @@ class Variant:
 class Launch:
     """Runs the first variant with room for the count named by `by`: `most` is 0 or not below the count.
 
-    Runs nothing if the count is 0 or no variant has room.
+    Runs nothing if the count is 0 or no variant has room. `site`: if this computes what adapters change in a linear,
+    the linear's number.
     """
 
     name: str
     by: str
     variants: tuple[Variant, ...]
+    site: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The launch in a launch plan."""
-        return {"name": self.name, "by": self.by, "variants": [variant.to_json() for variant in self.variants]}
+        site = {} if self.site is None else {"site": self.site}
+        return {"name": self.name, "by": self.by, **site, "variants": [variant.to_json() for variant in self.variants]}
 
 
 class ScratchSize(NamedTuple):

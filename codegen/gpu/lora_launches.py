@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qcompile.codegen.gpu.context import PlanContext, single_launch
+from qcompile.codegen.gpu.context import PlanContext
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.lora import ExpandSpec, ShrinkSpec
 from qcompile.codegen.gpu.operands import CountRef, GridSize, InputRef, Operands, WeightRef
@@ -31,7 +31,7 @@ def lora_shrink(context: PlanContext, c: LoraShrink) -> Iterator[Launch]:
     if x.dtype == "q8":
         args["x_scale"] = context.ref(c.x, "scale")
     grid = (GridSize(ADAPTED), -(-out.width // ShrinkSpec.RANKS), 1)
-    yield single_launch(c.name, ADAPTED, spec.kernel(context.capability), grid, args)
+    yield Launch(c.name, ADAPTED, (Variant(spec.kernel(context.capability), grid, args),), c.site)
 
 
 def lora_expand(context: PlanContext, c: LoraExpand) -> Iterator[Launch]:
@@ -43,7 +43,7 @@ def lora_expand(context: PlanContext, c: LoraExpand) -> Iterator[Launch]:
         spec = ExpandSpec(c.site, out.width, x.stride, out.stride, c.factors, rows, ranks)
         grid = (GridSize(ADAPTED, rows), -(-out.width // ExpandSpec.COLUMNS), 1)
         variants.append(Variant(spec.kernel(context.capability), grid, args, most))
-    yield Launch(c.name, ADAPTED, tuple(variants))
+    yield Launch(c.name, ADAPTED, tuple(variants), c.site)
 
 
 def gate_rows(context: PlanContext, c: GateRows) -> Iterator[Launch]:

@@ -32,6 +32,17 @@ class Factors(Protocol):
 Sites = Sequence[Factors | None]
 
 
+def plan_for(plan: dict[str, Any], named: Mapping[str, Sites] | None) -> dict[str, Any]:
+    """A launch plan without the launches of linears that none of the adapters `named` changes: these would do nothing.
+
+    PEFT's default, query and value alone, changes one of the four linears of most layers.
+    """
+    if not named:
+        return plan
+    changed = {number for sites in named.values() for number, site in enumerate(sites) if site is not None}
+    return plan | {"launches": [each for each in plan["launches"] if each.get("site") in {None, *changed}]}
+
+
 class DeviceAdapters:
     """The adapters `named` (factors by name, None for a linear that is not changed), copied to a GPU.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qcompile.artifact.hashes import listed_file
 from qcompile.artifact.layout import ADAPTER_TABLE, Manifest
 from qcompile.errors import ArtifactError, ResourceError
-from qcompile.runtime.cuda.adapters import DeviceAdapters, Sites
+from qcompile.runtime.cuda.adapters import DeviceAdapters, Sites, plan_for
 from qcompile.runtime.cuda.driver import Driver, driver
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.features import feature_bytes
@@ -79,7 +79,7 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
     small = _read_other_files(root, manifest)
     stages = runtime.get("levels") or [] if drafts else []
     paths = [stage for stage in stages if "library" in stage]
-    plans = [json.loads(small[path["library"]]) for path in (runtime, *paths)]
+    plans = [plan_for(json.loads(small[path["library"]]), adapters) for path in (runtime, *paths)]
     rows = step_rows or min(STEP_TOKENS["cuda"], runtime["max_tokens"], plans[0]["most_rows"])
     sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens") or 0, max_batch, runtime.get("max_outputs") or 0)

@@ -27,7 +27,7 @@ from qcompile.drafts import paths as draft_paths
 from qcompile.drafts.paths import DraftPath
 from qcompile.passes.lora import described
 from qcompile.runtime.cuda import counts, inputs, launching, load
-from qcompile.runtime.cuda.adapters import DeviceAdapters
+from qcompile.runtime.cuda.adapters import DeviceAdapters, plan_for
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.sampling import DeviceSampling
 from qcompile.runtime.engine.blocks import BlockPool
@@ -234,6 +234,7 @@ class Machine:
         adapted = Adapted.from_bytes(described(self.planned.graphs[-1], rank).to_bytes())
         named = {name: factors(adapted, read_adapter(folder)) for name, folder in folders.items()}
         driver: Any = self.driver
+        self.target.plan = self.target.launcher._plan = plan_for(self.target.plan, named)
         self.target.inputs.adapters = sent = DeviceAdapters(driver, named, self.weights[ADAPTER_TABLE], [])
         return sent
 

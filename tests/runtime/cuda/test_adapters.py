@@ -12,6 +12,7 @@ from qcompile.artifact.adapted import Adapted, AdaptedWeight, Site
 from qcompile.artifact.layout import ADAPTER_TABLE, ADAPTERS_FILE
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.runtime.cuda import launching, load
+from qcompile.runtime.cuda.adapters import plan_for
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.devices import open_model
 from qcompile.runtime.options import LoadOptions
@@ -57,7 +58,7 @@ def test_adapters_of_the_load_options_reach_the_steps(tmp_path: Path, monkeypatc
         load, "_open_target", lambda *given: CudaExecutor(given[0], given[1][0], *given[2:4], 4, given[4])
     )
     variants = [variant("many", ["adapted", 1, 1], {"kind": "weight", "name": ADAPTER_TABLE})]
-    adapted = {"name": "add", "by": "adapted", "variants": variants}
+    adapted = {"name": "add", "by": "adapted", "site": 0, "variants": variants}
     manifest = artifact(tmp_path / "places", adapted)
     tuned = save(tmp_path / "tuned", pair("q", 16, 32))
     options = LoadOptions(max_batch=2, lora={"tuned": tuned, "again": tuned})
@@ -81,6 +82,15 @@ def test_adapters_of_the_load_options_reach_the_steps(tmp_path: Path, monkeypatc
     with pytest.raises(UsageError, match="rank 7, the artifact takes 4 at most"):
         wide = save(tmp_path / "wide", pair("q", 16, 32, 7), r=7)
         open_model(tmp_path / "places", manifest, LoadOptions(max_batch=2, lora={"wide": wide}))
+
+
+def test_linears_that_no_adapter_changes_run_no_kernels() -> None:
+    launches = [{"name": "gemm"}, *({"name": f"add{site}", "site": site} for site in range(4))]
+    change: Any = object()
+    named = {"a": [None, change, None, None], "b": [None, None, None, change]}
+    assert [each["name"] for each in plan_for({"launches": launches}, named)["launches"]] == ["gemm", "add1", "add3"]
+    for none in (None, {}):
+        assert plan_for({"launches": launches}, none) == {"launches": launches}
 
 
 def test_artifacts_without_places_refuse_adapters(tmp_path: Path) -> None:
