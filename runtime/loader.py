@@ -25,6 +25,7 @@ from qcompile.artifact.reader import read_checked_manifest
 from qcompile.artifact.rebuilt import RebuiltKernels
 from qcompile.artifact.shards import ALIGNMENT
 from qcompile.errors import ArtifactError, ResourceError
+from qcompile.free_memory import available_memory
 from qcompile.targets import cpu_flags
 
 HUGE_PAGE = 2 << 20
@@ -81,15 +82,6 @@ class LoadedArtifact:
     library: ctypes.CDLL
     drafts: tuple[DraftLibrary | None, ...]
     """For each draft stage of the manifest; None for a lookup."""
-
-
-def available_memory() -> int:
-    """Bytes that can be allocated without swapping (MemAvailable)."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_cpu(target: dict[str, Any], flags: frozenset[str]) -> None:

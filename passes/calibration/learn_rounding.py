@@ -11,9 +11,10 @@ from torch import Tensor, fx
 
 from qcompile import ops
 from qcompile.calibration import Calibration, Kept
-from qcompile.errors import PassError, UsageError
+from qcompile.errors import PassError, ResourceError, UsageError
 from qcompile.formats.rounding import Parts
 from qcompile.formats.weight import Grid
+from qcompile.free_memory import available_memory
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.calibration.adam import Adam
@@ -27,6 +28,9 @@ _JUDGED = 16
 STEP_TOKENS = 1024
 """Tokens of a step, from whole samples, at least one. Gradients of fewer are mostly noise."""
 
+_WEIGHT_BYTES = 30
+"""Memory for each weight that learns: it in floats, its code, bounds, offset, gradient, and Adam's two means."""
+
 _KEPT = 8
 """How often the state is kept in a run, so that an interrupted one resumes."""
 
@@ -38,8 +42,8 @@ class LearnRounding(Pass):
     Each of `steps` steps reads about STEP_TOKENS of the calibration text and moves all weights of which `calibrate`
     chose the codes: offsets of codes, in codes, by about `rate`, and factors of scales by about `scale_rate` (Adam;
     both decay to 0). Some samples only judge: where the result diverges no less on them, codes stay, with a note.
-    Needs about 30 bytes of memory for each weight. Weights in formats without a grid of integers stay as they are, as
-    does a model with experts.
+    Needs about 30 bytes of memory for each weight; raises ResourceError if fewer are left. Weights in formats without a
+    grid of integers stay as they are, as does a model with experts.
 
     Sources: Cheng et al. 2023 (SignRound: learned offsets of codes); Chen et al. 2024 (EfficientQAT: learned scales).
     `fired` counts weights.
@@ -140,6 +144,7 @@ class _Lesson:
         return parts, list(kept.notes)
 
     def _learn(self) -> Kept:
+        self._check_memory()
         teacher = Teacher(self.graph, self.calibration.tokens)
         wide = {weight: self.graph.evaluate(ops.operand(weight, "w")) for weight in self.targets}
         learned = {weight: self._weight(weight, w) for weight, w in wide.items()}
@@ -165,6 +170,15 @@ class _Lesson:
             return Kept([], figures, ("what was learned diverges no less on other text: codes stay as calibrated",))
         parts = [part for weight, w in wide.items() for part in learned[weight].parts(w)]
         return Kept(parts, figures, (f"divergence from the float model {before:.4g} -> {after:.4g} nats a token",))
+
+    def _check_memory(self) -> None:
+        sizes = [ops.operand(weight, "w").meta["val"].numel() for weight in self.targets]
+        needed, free = _WEIGHT_BYTES * sum(sizes), available_memory()
+        if needed > free:
+            raise ResourceError(
+                f"learn_rounding needs {needed:,} bytes of memory for {sum(sizes):,} weights, {free:,} are available: "
+                "build on a machine with more memory, or without learn_rounding"
+            )
 
     def _weight(self, weight: fx.Node, w: Tensor) -> LearnedWeight:
         grid = self.targets[weight]

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcompile.artifact.layout import Manifest
 from qcompile.errors import ArtifactError, ResourceError
+from qcompile.free_memory import available_memory
 from qcompile.runtime.cpu.executor import Executor, StateMemory, bind
 from qcompile.runtime.cpu.heads import LibraryHeadSpeculator
 from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory, join
 from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
-from qcompile.runtime.loader import Arena, LoadedArtifact, available_memory
+from qcompile.runtime.loader import Arena, LoadedArtifact
 from qcompile.runtime.speculation.head_tokens import head_tokens
 from qcompile.runtime.speculation.reencode import Reencoder, open_reencoder
 from qcompile.runtime.speculation.stages import Drafter, DraftStage, Speculator

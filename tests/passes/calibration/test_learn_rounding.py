@@ -11,7 +11,7 @@ import torch
 
 from qcompile import ops
 from qcompile.calibration import Calibration
-from qcompile.errors import PassError, UsageError
+from qcompile.errors import PassError, ResourceError, UsageError
 from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
@@ -60,7 +60,9 @@ def same(graph: Graph, other: Graph) -> bool:
     return all(map(torch.equal, parts_of(graph), parts_of(other)))
 
 
-@pytest.mark.parametrize("weight, activation", [("w4_asym_g128", "bf16"), ("qoq_channel", "int8")])
+@pytest.mark.parametrize(
+    "weight, activation", [("w4_asym_g128", "bf16"), ("w3_asym_g128", "bf16"), ("qoq_channel", "int8")]
+)
 def test_logits_come_nearer_to_the_float_model(weight: str, activation: str) -> None:
     graph = calibrated(weight, activation)
     result = apply(FAST, graph)
@@ -134,6 +136,15 @@ def test_logits_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LearnedWeight, "value", lambda self: value(self) * float("inf"))
     with pytest.raises(PassError, match="not finite"):
         apply(FAST, calibrated())
+
+
+def test_too_little_memory_is_refused_with_the_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = calibrated()
+    moved = [node for node in graph.calls("quantize_weight") if "calibrated" in node.meta]
+    weights = sum(ops.operand(node, "w").meta["val"].numel() for node in moved)
+    monkeypatch.setattr(learn_rounding, "available_memory", lambda: 30 * weights - 1)
+    with pytest.raises(ResourceError, match=f"needs {30 * weights:,} bytes of memory for {weights:,} weights"):
+        apply(FAST, graph)
 
 
 @pytest.mark.parametrize("field, value", [("steps", 0), ("rate", -0.1), ("scale_rate", 1.0), ("rate", float("nan"))])
