@@ -1,6 +1,6 @@
 """Kernels of prompts' attention on this GPU, over sequences of unequal lengths: the same bits by every kernel.
 
-    python benchmarks/gpu_attention_bits.py [out.json]
+    python benchmarks/gpu_attention_bits.py [out.json] ["--heads=groups of 4,large heads"]
 
 Each case is a step of several sequences of which some have many rows, some one and one none. Every kernel of
 codegen/gpu/attention_variants.py's `far_variants` must give the bits of the kernel of the fewest rows a program, for
@@ -52,6 +52,7 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 UNEVEN = ((600, 9000), (1, 5), (77, 640), (0, 64), (1, 8191), (130, 130), (1000, 1500))
 """(rows, last position + 1) of the sequences of a step."""
+TIMED = ("groups of 4", "large heads")
 LONG = tuple(itertools.product((512, 1024, 2048, 4096), (4096, 16384, 32768)))
 """(rows, last position + 1) of steps of one sequence."""
 MIXED = ((512, 4096), *[(1, 1024)] * 63), ((256, 1024), *[(1, 4096)] * 16)
@@ -138,14 +139,14 @@ def bits(format: str, heads: str, scores: str) -> dict[str, Any]:
     return row
 
 
-def long(format: str) -> list[dict[str, Any]]:
-    """Microseconds of steps of many rows by warp groups, and of the kernel that unpacks pages before."""
+def long(format: str, heads: str) -> list[dict[str, Any]]:
+    """Microseconds of steps by the kernels of many rows, and of the kernel that unpacks pages before."""
     result = []
     for rows, end in LONG:
-        some = [spec for spec in kernels(format, "groups of 4") if spec.warp_specialized]
+        some = [spec for spec in kernels(format, heads) if spec.query_rows]
         cache = Cache(some[0].kv, 1, end)
         step = Step(cache, ((rows, end),), some[0].heads)
-        row: dict[str, Any] = {"format": format, "rows": rows, "context": end}
+        row: dict[str, Any] = {"format": format, "heads": heads, "rows": rows, "context": end}
         for spec in some:
             row[name_of(spec)] = graph_us([step.launch_of(spec, copy) for copy in cache.copies], 9, 8)
             if spec.unpacked:
@@ -186,7 +187,9 @@ def mixed(format: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     gpu_attention.ROTATED_BYTES = 1  # Two copies do.
-    cases = list(itertools.product(FORMATS, HEADS, SCORES))
+    named = [a.partition("=")[2].split(",") for a in sys.argv[1:] if a.startswith("--heads=")]
+    some_heads = named[0] if named else list(HEADS)
+    cases = list(itertools.product(FORMATS, some_heads, SCORES))
     specs = [spec for format, heads, scores in cases for spec in kernels(format, heads, **SCORES[scores])]
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         assert all(pool.map(compile_one, specs)), "a kernel was not compiled"
@@ -195,9 +198,10 @@ def main() -> None:
         results["bits"].append(bits(*case))
         print(results["bits"][-1], flush=True)
         torch.cuda.empty_cache()
-    results["long"] = [row for format in FORMATS for row in long(format)]
-    results["mixed"] = [row for format in FORMATS for row in mixed(format)]
-    for path in sys.argv[1:]:
+    timed = [heads for heads in TIMED if heads in some_heads]
+    results["long"] = [row for format in FORMATS for heads in timed for row in long(format, heads)]
+    results["mixed"] = [row for format in FORMATS for row in mixed(format)] if not named else []
+    for path in (a for a in sys.argv[1:] if not a.startswith("--")):
         Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     wrong = [row for row in results["bits"] if any(row["kernels"].values())]
     print(f"{len(results['bits'])} cases, {len(wrong)} with different bits")

@@ -111,7 +111,7 @@ class AttentionSpec(VisibleKeys):
         With `query_rows`, four of 64 rows, or eight, which divide the features of values, for heads over 128.
         """
         if self.query_rows:
-            return self.query_rows // 16 * (2 if self.kv.dim > 128 else 1)
+            return self.query_rows // 16 * (2 if self.kv.dim > 128 and not self.warp_specialized else 1)
         few = self.rows * self.kv.dim <= ONE_WARP_SUMS and self.cut != "whole"
         return 1 if self.block < 32 or (few and self.kv.bits == 4) else 2
 

@@ -21,6 +21,12 @@ FEW_FAR_ROWS = {16: 64, 8: 128, 4: 128}
 """Most rows of a step that programs of few rows take with many splits too, by bits: larger ones would be too few."""
 FEW_LARGE_ROWS = {16: 128, 8: 256, 4: 256}
 """FEW_FAR_ROWS for heads of more than 128 features: a multiprocessor holds one program of FAR_ROWS rows of these."""
+SOME_LARGE_ROWS = 512
+"""SOME_FAR_ROWS for heads of more than 128 features, over any pages."""
+FEWEST_TOKENS = 32
+"""Fewest positions of a leaf in whose order warp groups sum."""
+WARP_GROUP_STAGES = 4
+"""Leaves in the shared memory of warp-specialized programs."""
 SOME_FAR_ROWS = 256
 """Most rows of a step over rounded pages that programs of FAR_ROWS rows take: of twice as many there are too few."""
 
@@ -60,7 +66,19 @@ def unpacked_variant(spec: AttentionSpec, capability: int) -> AttentionSpec | No
     """The variant of `spec` for the same steps, of many rows, over pages that a kernel has unpacked; None if there is
     none."""
     largest = far_variants(spec, capability)[-1][1]
-    return replace(largest, unpacked=True) if largest.warp_specialized and spec.kv.bits < 16 else None
+    if spec.kv.bits == 16 or not (largest.query_rows and _has_warp_groups(spec)):
+        return None
+    return replace(largest, warp_specialized=True, unpacked=True, stages=WARP_GROUP_STAGES)
+
+
+def _has_warp_groups(spec: AttentionSpec) -> bool:
+    """Whether warp-specialized programs compute the scores of `spec`.
+
+    Warp groups are not in Triton's interpreter, nor in their kernel what some scores need.
+    """
+    plain = not (spec.kv.hierarchical or spec.centered or spec.bias_positions)
+    leaves = spec.leaf >= FEWEST_TOKENS and spec.kv.page_tokens % spec.leaf == 0
+    return plain and leaves and spec.kv.dim in (64, 128, LARGE_HEAD) and spec.inline_asm
 
 
 def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, AttentionSpec]]:
@@ -81,9 +99,9 @@ def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, Attent
     few = (few_rows[kv.bits], replace(spec, octets=1))
     # Rounded positions are prefetched to registers.
     rows = replace(spec, query_rows=FAR_ROWS, stages=3 if kv.bits == 16 else 1)
-    # Warp groups are not in Triton's interpreter, nor in their kernel what these scores need.
-    plain = not (kv.hierarchical or spec.centered or spec.bias_positions)
-    if not (plain and kv.dim in (64, 128) and spec.leaf == kv.page_tokens and spec.inline_asm):
+    # Producer warps unpack whole pages.
+    if not _has_warp_groups(spec) or (kv.bits < 16 and spec.leaf < kv.page_tokens):
         return [few, (0, rows)]
-    some = [(SOME_FAR_ROWS, rows)] if kv.bits < 16 else []
-    return [few, *some, (0, replace(rows, warp_specialized=True, stages=4))]
+    most_rows = SOME_LARGE_ROWS if kv.dim > 128 else SOME_FAR_ROWS if kv.bits < 16 else 0
+    some = [(most_rows, rows)] if most_rows else []
+    return [few, *some, (0, replace(rows, warp_specialized=True, stages=WARP_GROUP_STAGES))]

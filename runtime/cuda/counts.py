@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from qcompile.formats.kv import PAGE_TOKENS
+
 Counts = dict[str, int]
 PARTS = "whole", "before masks", "from masks on", "before the head"
 """Parts of a step that are launched together."""
@@ -90,10 +92,11 @@ def _unpacked_pages(plan: Mapping[str, Any], prompts: AttentionWork) -> int:
 
     The kernel pays if many rows see each page. Plans without it have room for no pages.
     """
-    pages = prompts.splits * plan["leaves"]  # a leaf is a page
     room = plan.get("unpacked_pages", 0)
-    pays = bool(room) and prompts.tokens >= plan["unpacked_rows"] * prompts.sequences
-    return pages if pays and pages * prompts.sequences <= room else 0
+    if not room or prompts.tokens < plan["unpacked_rows"] * prompts.sequences:
+        return 0
+    pages = -(-prompts.splits * plan["split"] // PAGE_TOKENS)
+    return pages if pages * prompts.sequences <= room else 0
 
 
 def _ordered(plan: Mapping[str, Any], work: AttentionWork) -> bool:

@@ -347,6 +347,15 @@ def test_attention_of_warp_groups(format: str, scores: str, size: str) -> None:
         assert torch.equal(prompt.attend(replace(spec, unpacked=True)), result)
 
 
+@pytest.mark.parametrize(("format", "scores"), [("kv16", "window"), ("kv4", "plain")])
+def test_attention_of_warp_groups_with_large_heads(format: str, scores: str) -> None:
+    """Leaves of half a page."""
+    prompt = Prompt(format, (4, 2, 256), *UNEVEN)
+    spec = prompt_spec(prompt, split=256, unpacked=format != "kv16", **SCORES[scores])
+    error = ((prompt.attend(spec) - prompt.wanted(spec)).norm() / prompt.wanted(spec).norm()).item()
+    assert error < MOST_ERROR, error
+
+
 def test_many_splits_are_merged_by_groups() -> None:
     prompt = Prompt("kv16", (4, 1, 64), [3], [64 * 140])
     spec = prompt_spec(prompt)

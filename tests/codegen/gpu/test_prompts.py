@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qcompile.codegen.gpu.attention import AttentionSpec
-from qcompile.codegen.gpu.attention_variants import far_variants
+from qcompile.codegen.gpu.attention_variants import far_variants, unpacked_variant
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import make_plan
@@ -193,8 +193,9 @@ def test_where_programs_are_not_warp_specialized() -> None:
     ):
         assert spec.query_rows == 64 and not spec.warp_specialized
     kv = GpuKV("kv16", 8, 128)
-    short = AttentionSpec(kv, 8, 1024, 0.1, split=256, cut="whole")
-    assert not far_variants(short, 90)[-1][1].warp_specialized  # leaves of half a page
+    for split, groups in ((256, True), (128, False)):  # leaves of a half and a quarter of a page
+        short = AttentionSpec(kv, 8, 1024, 0.1, split=split, cut="whole")
+        assert far_variants(short, 90)[-1][1].warp_specialized == groups
 
 
 def test_rounded_pages_take_fewer_rows_of_short_steps() -> None:
@@ -210,16 +211,21 @@ def test_large_heads_take_eight_warps() -> None:
     for format, rows, stages in (("kv4", 256, 1), ("kv8", 256, 1), ("kv16", 128, 3)):
         kv = GpuKV(format, 2, 256)
         base = AttentionSpec(kv, 16, 4096, 0.1, split=tiles.split_positions(kv), cut="whole")
-        (most, few), (rest, many) = far_variants(base, 90)
-        assert (most, few.rows, few.query_rows, rest) == (rows, 8, 0, 0)
+        (most, few), (rest, many), *groups = far_variants(base, 90)
+        assert (most, few.rows, few.query_rows, rest) == (rows, 8, 0, 512 if format == "kv16" else 0)
         assert (many.query_rows, many.queries, many.warps, many.stages) == (64, 8, 8, stages) and not many.paired
+        # Programs of two groups of rows load pages that are unpacked before, or need not be.
+        unpacked = unpacked_variant(base, 90)
+        specs = [spec for _, spec in groups] + ([unpacked] if unpacked else [])
+        assert [(spec.unpacked, spec.queries, spec.warps) for spec in specs] == [(format != "kv16", 16, 4)]
         assert not any(spec.query_rows for _, spec in far_variants(base, 80))
 
 
 @pytest.mark.parametrize("format", ["kv4", "kv8", "kv16"])
 def test_large_heads_have_registers_for_the_accumulators_of_a_row(format: str, compiled: Record) -> None:
     """As wgmma, in one program a multiprocessor, with no more than sums of whole splits spilled."""
-    result = compiled(far(format, 16, 2, 256).kernel(90), 90)
+    spec = replace(far(format, 16, 2, 256), warp_specialized=False, stages=3 if format == "kv16" else 1)
+    result = compiled(spec.kernel(90), 90)
     assert result.matrix and all("wgmma" in one for one in result.matrix)
     assert result.threads == 256 and result.shared_bytes <= 227 * 1024
     # 240 to 352 bytes a thread, of 512 for sums of a split and of all splits; by four warps 1,290 to 1,520.
@@ -255,3 +261,17 @@ def test_where_queries_are_not_the_rows() -> None:
     ):
         assert not spec.query_rows
     assert replace(far("kv16", 28, 4, 128), warp_specialized=False).queries == 9
+
+
+@pytest.mark.parametrize("format", ["kv4", "kv16"])
+def test_warp_groups_have_registers_for_sums_of_large_heads(format: str, compiled: Record) -> None:
+    """A program takes a multiprocessor, with no more than sums of whole splits spilled."""
+    kv = GpuKV(format, 2, 256)
+    base = AttentionSpec(kv, 16, 4096, 0.1, split=tiles.split_positions(kv), cut="whole")
+    result = compiled((unpacked_variant(base, 90) or far_variants(base, 90)[-1][1]).kernel(90), 90)
+    keys = "bf16" if format == "kv16" else "f16"
+    wanted = {f"m64n32k16.f32.{keys}.{keys}", "m64n64k16.f32.bf16.bf16"}
+    assert {one.removeprefix("wgmma.mma_async.sync.aligned.") for one in result.matrix} == wanted
+    assert result.threads == 384 and result.shared_bytes <= 227 * 1024
+    # Two of three sums of 128 values a thread, which change once a split; versions of Triton differ by a fifth.
+    assert result.spill_bytes <= 1500

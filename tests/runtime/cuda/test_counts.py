@@ -47,7 +47,7 @@ def test_pages_are_unpacked_before_attention_of_many_rows() -> None:
 
     def result(splits: int, tokens: int, sequences: int = 1, **plan: int) -> tuple[int, ...]:
         work = AttentionWork(splits, tokens, sequences, tokens)
-        room = {"unpacked_pages": 1000, "unpacked_rows": 512} | plan
+        room = {"unpacked_pages": 1000, "unpacked_rows": 512, "split": 256} | plan
         counts = attention_counts(ATTENTION | room, AttentionWork(), work)
         assert counts["unpacked_room"] == (1000 if counts["unpacked"] else 0)
         return tuple(counts[name] for name in ("near", "far", "far_unpacked", "unpacked"))
@@ -58,6 +58,7 @@ def test_pages_are_unpacked_before_attention_of_many_rows() -> None:
     assert result(3, 511) == (0, 511, 0, 0) and result(3, 1023, 2) == (0, 1023, 0, 0)  # few rows
     assert result(251, 1024, 1) == (0, 1024, 0, 0) and result(126, 1024, 2) == (0, 1024, 0, 0)  # no room
     assert result(3, 512, unpacked_pages=0) == (0, 512, 0, 0)
+    assert result(3, 512, split=512, leaves=16) == (0, 0, 512, 24)  # leaves of half a page
 
 
 def test_sequences_that_decode_have_kernels_of_their_own_beside_prompts() -> None:
