@@ -114,14 +114,17 @@ class Layer:
             made["rates"] = torch.nn.functional.pad(self.rates.t(), padding).contiguous() if transposed else self.rates
         return made
 
-    def launch_of(self, given: dict[str, Tensor], sequences: int) -> Launch:
-        capability = _capability()
-        return launch(self.spec.kernel(capability), capability, (*self.spec.programs, sequences), given)
+    def launch_of(self, given: dict[str, Tensor], sequences: int, narrow: bool = False) -> Launch:
+        """Of a step, with `narrow` by the kernel for long prompts if there is one."""
+        capability, spec = _capability(), replace(self.spec, narrow=narrow and self.spec.can_be_narrow)
+        return launch(spec.kernel(capability), capability, (*spec.programs, sequences), given)
 
-    def run(self, operands: dict[str, Tensor], parts: Sequence[tuple[int, int, int, int]]) -> Tensor:
+    def run(
+        self, operands: dict[str, Tensor], parts: Sequence[tuple[int, int, int, int]], narrow: bool = False
+    ) -> Tensor:
         """Results of a step over parts of sequences."""
         given = self.given(operands, parts)
-        self.launch_of(given, len(parts))()
+        self.launch_of(given, len(parts), narrow)()
         torch.cuda.synchronize()
         return given["out"]
 
@@ -139,12 +142,15 @@ def _capability() -> int:
 
 
 def checked(name: str) -> Row:
-    """How far a text's results are from the reference in float64, and rows with bits that depend on how it is cut."""
+    """How far a text's results are from the reference in float64, and rows with bits that depend on how it is cut.
+
+    The whole text is computed by the kernel for long prompts.
+    """
     torch.manual_seed(0)
     layer = Layer(SHAPES[name], 4)
     layer.states.fill_(float("nan"))
     text, other = layer.operands(TEXT), layer.operands(TEXT)
-    whole = layer.run(text, [(TEXT, 0, 0, EVERYTHING)])
+    whole = layer.run(text, [(TEXT, 0, 0, EVERYTHING)], narrow=True)
     state = layer.shape.state
     shapes = {"q": (state.key_heads, state.key_dim), "k": (state.key_heads, state.key_dim)}
     shapes |= {"v": (state.heads, state.value_dim)} | ({"decay": (state.heads, state.key_dim)} if state.by_key else {})
@@ -210,10 +216,13 @@ def decoding(name: str, batch: int, copies: Copies, rows: int = 1, tile: int = 0
 def prompt(name: str, tokens: int, tile: int = 0) -> Row:
     """Time of a prompt of one sequence, in one launch."""
     layer = Layer(SHAPES[name], 1, tile)
-    one = layer.launch_of(layer.given(layer.operands(tokens), [(tokens, 0, 0, EVERYTHING)]), 1)
-    us = graph_us([one], 3, 1)
+    given = layer.given(layer.operands(tokens), [(tokens, 0, 0, EVERYTHING)])
+    us = graph_us([layer.launch_of(given, 1)], 3, 1)
     print(f"  {name:12} prompt of {tokens:6}: {us / 1e3:8.2f} ms, {us / tokens:6.3f} us a token", flush=True)
     row: Row = {"shape": name, "tokens": tokens, "us": us, "us_a_token": us / tokens}
+    if not tile and layer.spec.can_be_narrow:
+        row["narrow_us"] = graph_us([layer.launch_of(given, 1, narrow=True)], 3, 1)
+        print(f"  {'':12} by programs of a quarter of the tile {row['narrow_us'] / 1e3:8.2f} ms", flush=True)
     return row | ({"tile": tile} if tile else {})
 
 
@@ -252,6 +261,7 @@ def every_kernel() -> list[Kernel]:
         spec = RecurrenceSpec(state, strides, values, 0, state.size, shape.delta, shape.rates)
         base = ConvSpec(conv, conv.features, conv.features, 0, conv.size, bias=True)
         result += [spec.kernel(capability), base.kernel(capability)]
+        result += [replace(spec, narrow=True).kernel(capability)] if spec.can_be_narrow else []
         result += [part.kernel(capability) for part in (replace(base, keeps=False), replace(base, computes=False))]
     return result
 

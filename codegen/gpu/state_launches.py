@@ -7,12 +7,15 @@ from dataclasses import replace
 from typing import Literal
 
 from qcompile.codegen.gpu import fused
-from qcompile.codegen.gpu.context import PlanContext, single_launch, weight_refs
+from qcompile.codegen.gpu.context import PlanContext, weight_refs
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import Grid, GridSize, InputRef, Operands, SlotsRef
-from qcompile.codegen.gpu.states import FUSED_ROWS, ConvSpec, RecurrenceSpec
+from qcompile.codegen.gpu.states import FUSED_ROWS, WIDE_ROWS, ConvSpec, RecurrenceSpec
 from qcompile.codegen.state_calls import ConvStep, RecurrenceStep
 from qcompile.errors import UnsupportedError
+
+SCHEDULERS = 4
+"""Of warps, in a multiprocessor: a recurrence of one sequence has a warp for each, or its programs get smaller."""
 
 
 def conv_step(context: PlanContext, call: ConvStep | fused.ActivatedConv) -> Iterator[Launch]:
@@ -55,8 +58,15 @@ def recurrence_step(context: PlanContext, c: RecurrenceStep) -> Iterator[Launch]
     }
     args |= {"out": context.ref(c.out), "states": SlotsRef(), **weight_refs(rates=c.rates)}
     args |= {name: InputRef(name) for name in ("positions", "query_start", "state_slots", "certain")}
-    kernel = spec.kernel(context.capability)
-    yield single_launch(c.name, "sequences", kernel, (*spec.programs, GridSize("sequences")), args)
+
+    def variant(spec: RecurrenceSpec, most: int = 0) -> Variant:
+        return Variant(spec.kernel(context.capability), (*spec.programs, GridSize("sequences")), args, most)
+
+    blocks, heads = spec.programs
+    if spec.can_be_narrow and 2 * blocks * heads <= SCHEDULERS * context.target.multiprocessors:
+        yield Launch(c.name, "queries", (variant(spec, WIDE_ROWS), variant(replace(spec, narrow=True))))
+    else:
+        yield Launch(c.name, "sequences", (variant(spec),))
 
 
 def _check_f32(context: PlanContext, *buffers: str) -> None:

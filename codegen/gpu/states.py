@@ -23,6 +23,11 @@ WARP = 2048
 """Most numbers of a state that a warp holds."""
 MOST_KEYS = 4096
 """Most key features, so that a column of a state fits into the registers of few warps."""
+COLUMNS_A_THREAD = 4
+"""Columns of a state that a thread has, as Triton chooses for 16 bytes a load."""
+WIDE_ROWS = 256
+"""Most rows of a sequence that programs of whole tiles compute: a step has few sequences with more, too few programs
+to fill a GPU."""
 FUSED_ROWS = LOG_TOKENS
 """Most rows of a sequence for which a convolution's rows may store to the ring that others of them read."""
 
@@ -81,7 +86,8 @@ class RecurrenceSpec:
 
     `strides` are the rows' distances in the operands q, k, v, decay, and gain if there is one. A program has a tile
     [key features, `columns`] of a sequence's state: value features of one head, or heads if values have one feature.
-    The tile has about `tile` numbers; 0 stands for TILE, or SCAN_TILE.
+    The tile has about `tile` numbers; 0 stands for TILE, or SCAN_TILE. With `narrow` it has a quarter of the columns,
+    and a thread has one in place of four: the same sums by more programs.
     """
 
     layer: RecurrenceState
@@ -92,6 +98,7 @@ class RecurrenceSpec:
     delta: bool
     rates: Literal["", "heads", "keys"] = ""
     tile: int = 0
+    narrow: bool = False
 
     AHEAD = 2
     """Number of tokens by which operands are loaded ahead."""
@@ -126,7 +133,14 @@ class RecurrenceSpec:
         """Columns of a program's tile."""
         every = self.layer.heads if self.scan else self.layer.value_dim
         tile = self.tile or (SCAN_TILE if self.scan else TILE)
-        return min(power_of_two(every), max(tile // self.keys, 4), 128)
+        columns = min(power_of_two(every), max(tile // self.keys, 4), 128)
+        return columns // COLUMNS_A_THREAD if self.narrow else columns
+
+    @property
+    def can_be_narrow(self) -> bool:
+        """Whether programs of a quarter of the columns sum in the same order: Triton loads four columns to a thread."""
+        aligned = not (self.layer.value_dim % 4 or self.slot_numbers % 4 or self.state % 4)
+        return aligned and not self.scan and self.keys * self.columns == WARP and self.columns >= COLUMNS_A_THREAD
 
     @property
     def padded_heads(self) -> int:
