@@ -38,6 +38,8 @@ from qcompile.errors import UnsupportedError
 from qcompile.formats.rounding import groups_of
 from qcompile.formats.symmetric import GPU_BYTES
 
+SPREAD_ROWS = 256
+"""Most rows of a step for which each head of a norm has a program."""
 QUANTIZE_PART = 1024
 """Most elements per program if several programs quantize one row: a power of two."""
 
@@ -101,8 +103,13 @@ def norm_heads(context: PlanContext, c: NormHeads) -> Iterator[Launch]:
     if c.by_head:
         raise UnsupportedError("a norm by head has no GPU kernel but in what appends those heads")
     spec = row_spec(context, c.x, c.x, c.width, blocks=c.heads, **norm_fields(c))
-    place = context.ref(c.x, column=c.x_offset)
-    yield row_launch(context, spec, c.name, place, c.x, {"out": place, **weight_refs(weight=c.weight, bias=c.bias)})
+    place, rows = context.ref(c.x, column=c.x_offset), context.buffer(c.x).rows
+    args: Operands = {"x": place, "out": place, **weight_refs(weight=c.weight, bias=c.bias)}
+    specs = [(SPREAD_ROWS, spec), (0, replace(spec, looped=True))] if c.heads > 1 else [(0, spec)]
+    variants = [
+        Variant(each.kernel(context.capability), (GridSize(rows), each.programs, 1), args, most) for most, each in specs
+    ]
+    yield Launch(c.name, rows, tuple(variants))
 
 
 def gather(context: PlanContext, c: Gather) -> Iterator[Launch]:

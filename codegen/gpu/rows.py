@@ -43,8 +43,10 @@ class RowSpec:
     With `mean` the row is reduced to its mean, one f32 for each block.
 
     With `blocks` > 1 a row consists of that many blocks of `width` elements (whole groups, if there are groups), and
-    each has a program. With `amax_parts` all blocks share one scale, from that many maxima of magnitudes that earlier
-    kernels stored for the row. With `plain_stride` the row is also stored as f32 (`plain`), before quantization.
+    each has a program. With `looped` a row has one program, which computes them one after the other: a step of many
+    rows would take long to begin a program for each block. With `amax_parts` all blocks share one scale, from that many
+    maxima of magnitudes that earlier kernels stored for the row. With `plain_stride` the row is also stored as f32
+    (`plain`), before quantization.
     """
 
     width: int
@@ -77,10 +79,16 @@ class RowSpec:
     amax_parts: int = 0
     plain_stride: int = 0
     mean: bool = False
+    looped: bool = False
 
     def __post_init__(self) -> None:
         if self.width > MAX_WIDTH:
             raise UnsupportedError(f"rows of {self.width} elements: GPU kernels take at most {MAX_WIDTH}")
+
+    @property
+    def programs(self) -> int:
+        """Programs per row."""
+        return 1 if self.looped else self.blocks
 
     @property
     def title(self) -> str:

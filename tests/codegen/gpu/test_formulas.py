@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from tests.support.interpreted import interpreted
 POWERS = {exponent: RowSpec(88, 88, 88, power=exponent) for exponent in ops.POWERS}
 ADD_ROW = RowSpec(88, 88, 88, binary="add_row", other_stride=32)
 MEAN, MEANS = RowSpec(88, 88, 32, mean=True), RowSpec(22, 88, 32, blocks=4, mean=True)
+HEADS = RowSpec(22, 88, 88, norm="rms", weight=True, eps=1e-6, blocks=4)
 MIX = CombineSpec(4, 600, 2400, 1824, 32, results=3)
 
 
@@ -37,6 +40,13 @@ def interpret_formulas() -> None:
         wanted = x.double().unflatten(-1, (spec.blocks, -1)).mean(-1)
         torch.testing.assert_close(few[:, : spec.blocks].double(), wanted, atol=0, rtol=1e-6)
         assert not few[:, spec.blocks :].any() and torch.equal(few[1:2], alone)
+    weight, heads, norms = torch.rand(22, generator=make), [], x.unflatten(-1, (4, -1)).double()
+    for spec in (HEADS, replace(HEADS, looped=True)):
+        heads.append(torch.zeros(3, 88))
+        load(spec.kernel(80))[3, spec.programs, 1](x, heads[-1], weight)
+    norms = weight * norms / (norms.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(heads[0].double(), norms.flatten(1), atol=0, rtol=1e-6)
+    assert torch.equal(*heads)
     wide, mixed = torch.randn(3, 4, 600, generator=make), torch.zeros(3, 1824)
     weights = numbers[:, :12].reshape(3, 3, 4).double()
     load(MIX.kernel(80))[3, MIX.programs, 1](wide, mixed, numbers)

@@ -28,6 +28,7 @@ from qcompile.codegen.calls import (
 from qcompile.codegen.gpu import fuse, fused
 from qcompile.codegen.gpu.fuse_experts import prepare_slots
 from qcompile.codegen.gpu.plan import launches_of, make_plan
+from qcompile.codegen.gpu.row_launches import SPREAD_ROWS
 from qcompile.codegen.kv_layout import KVLayout
 from qcompile.codegen.program import Program
 from qcompile.errors import PassError
@@ -325,6 +326,17 @@ def test_launches_depend_on_the_call_alone() -> None:
     forward = [launches_of(context, call) for call in result.calls]
     assert forward == [launches_of(context, call) for call in reversed(result.calls)][::-1]
     assert names(before) == ["norm_heads", "norm_heads", "rope_append", "attention", "quantize"]
+
+
+def test_a_long_step_begins_one_program_a_row_for_norms_of_heads() -> None:
+    from qcompile.codegen.gpu.context import PlanContext
+    from qcompile.codegen.gpu.plan import kv_of
+
+    before = program(NORM_Q, NORM_K, APPEND, ATTENTION)
+    context = PlanContext(before, (kv_of(before, 0),), 64, TARGETS["h200"])
+    [two], [one] = (list(launches_of(context, norm)) for norm in (NORM_Q, NORM_K))
+    assert [(variant.most, variant.grid[1]) for variant in two.variants] == [(SPREAD_ROWS, 2), (0, 1)]
+    assert [(variant.most, variant.grid[1]) for variant in one.variants] == [(0, 1)]
 
 
 def interpret_sums() -> None:
