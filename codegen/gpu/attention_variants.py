@@ -24,7 +24,7 @@ FEW_LARGE_ROWS = {16: 128, 8: 256, 4: 256}
 SOME_LARGE_ROWS = 512
 """SOME_FAR_ROWS for heads of more than 128 features, over any pages."""
 FEWEST_TOKENS = 32
-"""Fewest positions of a leaf in whose order warp groups sum."""
+"""Fewest positions of a leaf that warp groups can sum in its order."""
 WARP_GROUP_STAGES = 4
 """Leaves in the shared memory of warp-specialized programs."""
 SOME_FAR_ROWS = 256
