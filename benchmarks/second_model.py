@@ -1,13 +1,15 @@
 """Models of other families, and the share of the loss of rounding that calibration recovers on each.
 
     python benchmarks/second_model.py heldout.jsonl --calib calib.jsonl [--steps 300] [--windows 64]
+        [--only-models DIR]
 
 Three models start from the weights of samples/pycode-1m, a Llama: a Qwen3 (norms on queries and keys, biases on all
 projections of attention, embedding tied to the head), a Qwen2 (biases on queries, keys and values, those of keys large,
 head of its own) and a Gemma2 (scores and logits capped, norms behind blocks too, windows). They are trained, always by
 the same seed, to predict what pycode-1m predicts on Python's standard library, in windows as long as those of the
 evaluation. Calibration and evaluation use other text, since a model's results on text of its training say little. Each
-recipe is built with rounding to nearest and calibrated.
+recipe is built with rounding to nearest and calibrated. `--only-models DIR` trains the models and leaves them in DIR,
+for benchmarks/learned_rounding.py.
 """
 
 from __future__ import annotations
@@ -187,11 +189,17 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64)
     every = [MODEL.name, *FAMILIES]
     parser.add_argument("--families", default=",".join(every), help="separated by commas; rows of others stay")
+    parser.add_argument("--only-models", type=Path, metavar="DIR", help="train the models, and measure nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "second_model.json")
     arguments = parser.parse_args()
     wanted = arguments.families.split(",")
     if unknown := set(wanted) - set(every):
         parser.error(f"no such families: {', '.join(sorted(unknown))}; there are {', '.join(every)}")
+    if arguments.only_models:
+        for family in (name for name in wanted if name != MODEL.name):
+            apart = make(family, arguments.only_models / f"{family}-1m", arguments.steps)
+            print(f"{arguments.only_models / f'{family}-1m'}: {apart:.3f} nats apart", flush=True)
+        return
     document: dict[str, Any] = {"windows": arguments.windows, "steps": arguments.steps, "divergence": {}, "rows": []}
     if arguments.out.is_file() and wanted != every:
         kept = json.loads(arguments.out.read_text(encoding="utf-8"))
