@@ -11,7 +11,7 @@ from qcompile.codegen.lowering_state import Lowering
 from qcompile.codegen.packing import WeightTable
 from qcompile.errors import PassError, UsageError
 from qcompile.formats.blocks import padded_inputs
-from qcompile.formats.registry import STORED_FORMATS
+from qcompile.formats.registry import STORED_FORMATS, weight_format
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import Pass, apply
@@ -84,7 +84,9 @@ def test_merge_leaves_a_gate_that_others_read() -> None:
 
 @pytest.mark.parametrize("format", sorted(set(STORED_FORMATS) - {"f32", "bf16", "mix_4_8"}))
 def test_quantize_computes_with_rounded_weights_and_activations(format: str) -> None:
-    before = through(decoder(layers=1), AssignPrecision(format, "int8", format, "int8"))
+    kinds = [each.name for each in weight_format(format).activations]
+    kind = "int8" if "int8" in kinds else kinds[0]
+    before = through(decoder(layers=1), AssignPrecision(format, kind, format, kind))
     after = through(before, Quantize())
     assert not after.calls("linear")
     inputs = sequence_inputs()
@@ -92,7 +94,7 @@ def test_quantize_computes_with_rounded_weights_and_activations(format: str) -> 
     for node in by_hand.calls("linear"):
         with by_hand.fx.inserting_before(node):
             parts = by_hand.call("quantize_weight", node.args[1], format)
-            codes = by_hand.call("quantize_activation", node.args[0], "int8", 128)
+            codes = by_hand.call("quantize_activation", node.args[0], kind, 128)
             gemm = by_hand.call("gemm", codes, parts, None, None, format, "store", node.meta["val"].shape[-1])
         by_hand.replace(node, gemm)
     assert torch.equal(after.run(*inputs), by_hand.run(*inputs))
