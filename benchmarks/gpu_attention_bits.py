@@ -53,6 +53,7 @@ SCORES: dict[str, dict[str, Any]] = {
 UNEVEN = ((600, 9000), (1, 5), (77, 640), (0, 64), (1, 8191), (130, 130), (1000, 1500))
 """(rows, last position + 1) of the sequences of a step."""
 TIMED = ("groups of 4", "large heads")
+"""Heads for which long steps are timed."""
 LONG = tuple(itertools.product((512, 1024, 2048, 4096), (4096, 16384, 32768)))
 """(rows, last position + 1) of steps of one sequence."""
 MIXED = ((512, 4096), *[(1, 1024)] * 63), ((256, 1024), *[(1, 4096)] * 16)

@@ -196,7 +196,7 @@ RECIPES = {
         Recipe("nvfp4", "NVFP4 weights, 8-bit activations in groups of 128", "nvfp4", "int8_g128", "kv16"),
         Recipe(
             "w4a4",
-            "4-bit weights in groups of 128, 4-bit activations per token",
+            "4-bit weights in groups of 128, clipped 4-bit activations per token",
             "w4_asym_g128",
             "int4_clip",
             "kv16",

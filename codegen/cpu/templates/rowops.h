@@ -87,7 +87,8 @@ QC_INLINE float scale_of(const float* row, int begin, int end, float top) {
   return scale > 1e-37f ? scale : 1.0f;  // keeps 1 / scale finite
 }
 
-// q = round(row / scale), half to even, clipped where the kind says so, one scale group at a time: groups scales.begin .. scales.end - 1 of the row.
+// q = round(row / scale), half to even, clipped where the kind says so, one scale group at a time: groups scales.begin ..
+// scales.end - 1 of the row.
 QC_INLINE void put_scales(const Q8Rows& out, int t, Range scales, const float* row, int kp) {
   const int step = out.kind.scale_group;
   int8_t* q = out.q + (int64_t)t * kp;
