@@ -17,6 +17,9 @@ MASK_BITS = 32
 """Tokens of a word of a mask: token t is bit t % 32 of word t // 32."""
 _MOST_RENEWALS = 3
 """Most lexers that a text may take in place of those that have too many states: it may be what fills them."""
+_FULL = "too many states"
+"""What llguidance says of a lexer that texts have filled. Other limits are those of one step: a new lexer, which takes
+up to seconds to compile while all requests wait, exceeds them again."""
 
 
 def mask_words(vocab: int) -> int:
@@ -199,8 +202,11 @@ class GrammarState:
         return len(self._ahead)
 
     def _renew(self) -> bool:
-        """Go on with another lexer than one that has too many states; False if this text has had its share of them."""
-        if self._renewals == _MOST_RENEWALS:
+        """Go on with another lexer than one that has too many states; False if this text has had its share of them.
+
+        False, too, if the matcher is in error for another reason.
+        """
+        if self._renewals == _MOST_RENEWALS or _FULL not in self._matcher.get_error():
             return False
         self._renewals += 1
         if self._using.matcher is self._source:  # else another text has renewed it

@@ -69,6 +69,12 @@ def _token_number(name: str) -> int | str:
     return int(name) if name.isascii() and name.isdigit() and len(name) < 19 else name
 
 
+class CachedPart(BodyPart):
+    """What may have `cache_control`, which has no effect: the server caches all prompts."""
+
+    cache_control: dict[str, Any] | None = None
+
+
 class StreamOptions(BodyPart):
     """`include_usage`: end the stream with a message that has the token counts.
 
@@ -157,6 +163,9 @@ class Common(SamplingFields, StructureFields):
         **{"use_beam_search": (False,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,)},
         **{"add_generation_prompt": (True,), "chat_template_kwargs": ({},)},
         **{"prompt_cache_retention": ("in_memory", "24h")},
+        **{"detokenize": (True,), "return_tokens_as_token_ids": (False,), "continue_final_message": (False,)},
+        **{"cache_prompt": (True,), "include_reasoning": (True,), "separate_reasoning": (True,)},
+        **{"stream_reasoning": (True,), "typical_p": (1,), "mirostat": (0,), "early_stopping": (False,)},
     }
     n: int | None = None
     best_of: int | None = None

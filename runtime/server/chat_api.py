@@ -11,14 +11,14 @@ from pydantic_core import PydanticCustomError
 from qcompile.errors import UsageError, shown
 from qcompile.runtime.dialogue import Dialogue
 from qcompile.runtime.sampling.params import SamplingParams
-from qcompile.runtime.server.api import MOST_LOGPROBS, BodyPart, Common, Count, FunctionName
+from qcompile.runtime.server.api import MOST_LOGPROBS, BodyPart, CachedPart, Common, Count, FunctionName
 from qcompile.runtime.server.tool_choice import Tool, allowed_tools, field_of_each
 
 _CHAT_FIELDS = ("tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
 """Fields that have no effect on completions."""
 
 
-class TextPart(BodyPart):
+class TextPart(CachedPart):
     """A part of a message. Only text is supported."""
 
     type: Literal["text"]
@@ -55,7 +55,13 @@ class CallPart(BodyPart):
     index: int | None = None
 
 
-class ChatMessage(BodyPart):
+_NOT_PLAIN: Any = {"content": True, "cache_control": True, "tool_calls": {"__all__": {"index"}}}
+"""What chat templates do not get of a message, or in another form."""
+_NO_PART_OF_A_TOOL: Any = {"function": {"strict", "cache_control"}, "cache_control": True}
+"""What they do not get of a tool."""
+
+
+class ChatMessage(CachedPart):
     """One message of a conversation."""
 
     idle: ClassVar[dict[str, tuple[object, ...]]] = {"tool_calls": ([],), "annotations": ([],)}
@@ -91,12 +97,12 @@ class ChatMessage(BodyPart):
 
     def plain(self) -> dict[str, Any]:
         """The message in OpenAI's form, with its text in one piece. A message that only calls tools has none."""
-        given = self.model_dump(exclude_none=True, exclude={"content": True, "tool_calls": {"__all__": {"index"}}})
+        given = self.model_dump(exclude_none=True, exclude=_NOT_PLAIN)
         text = "".join(part.text for part in self.content)
         return given if self.tool_calls and not text else {"role": self.role, "content": text} | given
 
 
-class FunctionPart(BodyPart):
+class FunctionPart(CachedPart):
     """A function that the model may call. parameters: a JSON schema. strict: without effect."""
 
     name: FunctionName
@@ -105,7 +111,7 @@ class FunctionPart(BodyPart):
     strict: bool | None = None
 
 
-class ToolPart(BodyPart):
+class ToolPart(CachedPart):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -132,7 +138,7 @@ class ChatRequest(Common):
 
     def dialogue(self, structured: bool = False) -> Dialogue:
         """What the model is asked. structured: whether for structured output. Raises UsageError."""
-        tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools or ()]
+        tools = [tool.model_dump(exclude_none=True, exclude=_NO_PART_OF_A_TOOL) for tool in self.tools or ()]
         if not tools and self.tool_choice not in ("auto", "none"):
             raise UsageError("tool_choice needs tools")
         tools, choice = self._chosen(tools)

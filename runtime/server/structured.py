@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -28,6 +28,8 @@ class StructureFields(BaseModel):
 def asked_structure(fields: StructureFields) -> StructuredOutputsParams | None:
     """What the fields ask for; None for any text. Raises UsageError."""
     given = {name: value for name in StructureFields.model_fields if (value := getattr(fields, name)) is not None}
+    if given.get("response_format") == {"type": "text"}:
+        del given["response_format"]
     if len(given) > 1:
         raise UsageError(f"not both {' and '.join([*given][:2])}: give one of them")
     with named_as(structure_field(fields)):
@@ -51,15 +53,30 @@ def structure_field(fields: StructureFields) -> str | None:
 
 
 def _of_format(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """What a `response_format` asks for."""
+    """What a `response_format` asks for. Some clients have the schema beside the type `json_object`."""
     kind = given.get("type")
+    if kind not in _FORMATS:
+        raise UsageError(f"response_format.type must be text, json_object or json_schema, not {shown(kind)}")
+    _require_known("response_format", given, _FORMATS[kind])
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    if kind != "json_schema":
-        raise UsageError(f"response_format.type must be text, json_object or json_schema, not {shown(kind)}")
+        schema = given.get("schema")
+        return StructuredOutputsParams(json_object=True) if schema is None else StructuredOutputsParams(json=schema)
     described = given.get("json_schema")
     if not isinstance(described, Mapping) or described.get("schema") is None:
         raise UsageError("response_format.json_schema must be an object with a schema")
+    _require_known("response_format.json_schema", described, _DESCRIPTION)
     return StructuredOutputsParams(json=described["schema"])
+
+
+_FORMATS = {"text": ("type",), "json_object": ("type", "schema"), "json_schema": ("type", "json_schema")}
+"""The fields of each type of `response_format`."""
+_DESCRIPTION = ("name", "schema", "strict", "description")
+
+
+def _require_known(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise UsageError for a field that `given` has and that is none of `known`; null asks for nothing."""
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise UsageError(f"{where} has no field {shown(name)}: it has {', '.join(known)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -20,6 +20,10 @@ class TokenizeRequest(BodyPart):
     add_special_tokens: whether the tokenizer adds its own; the default is that of the two endpoints.
     """
 
+    idle: ClassVar[dict[str, tuple[object, ...]]] = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+    }
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None

@@ -9,26 +9,25 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from qcompile.errors import UsageError, shown
-from qcompile.runtime.server.api import BodyPart
+from qcompile.runtime.server.api import BodyPart, CachedPart
 
 Message = dict[str, Any]
 
 
-class CachedPart(BodyPart):
-    """What may have `cache_control`, which has no effect: the server caches all prompts."""
+class CitingPart(CachedPart):
+    """What may have citations, of which there are none here."""
 
     idle: ClassVar[dict[str, tuple[object, ...]]] = {"citations": ([],)}
-    cache_control: dict[str, Any] | None = None
 
 
-class TextBlock(CachedPart):
+class TextBlock(CitingPart):
     """A text."""
 
     type: Literal["text"]
     text: str
 
 
-class ToolUseBlock(CachedPart):
+class ToolUseBlock(CitingPart):
     """A call of a tool by the model. caller: without effect."""
 
     type: Literal["tool_use"]
@@ -54,7 +53,7 @@ def _blocks(given: Any) -> Any:
 Texts = Annotated[list[TextBlock], Field(fail_fast=True), BeforeValidator(_blocks, str | list[TextBlock])]
 
 
-class ToolResultBlock(CachedPart):
+class ToolResultBlock(CitingPart):
     """The result of a call. is_error: the content tells of an error."""
 
     type: Literal["tool_result"]

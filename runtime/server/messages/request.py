@@ -13,13 +13,13 @@ from qcompile.runtime.dialogue import Dialogue, DialogueFormat
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.structured import FORCED, StructuredOutputsParams, named_as
 from qcompile.runtime.server.api import BodyPart, Count, FunctionName, SamplingFields, Stops
-from qcompile.runtime.server.messages.content import CachedPart, MessagePart, Texts, joined
+from qcompile.runtime.server.messages.content import CitingPart, MessagePart, Texts, joined
 
 FORMAT = "output_config.format"
 """How errors name the language of structured outputs."""
 
 
-class ToolDeclaration(CachedPart):
+class ToolDeclaration(CitingPart):
     """A tool that the model may call. strict: without effect."""
 
     type: Literal["custom"] = "custom"
@@ -147,7 +147,10 @@ class CountRequest(SamplingFields):
 class MessagesRequest(CountRequest):
     """POST /v1/messages."""
 
-    idle: ClassVar[dict[str, tuple[object, ...]]] = {"speed": ("standard",)}
+    idle: ClassVar[dict[str, tuple[object, ...]]] = {
+        **{"speed": ("standard",), "mcp_servers": ([],)},
+        "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    }
     max_tokens: Count
     stop_sequences: Stops | None = None
     metadata: dict[str, Any] | None = None

@@ -219,6 +219,21 @@ def test_texts_before_do_not_take_the_states_of_a_grammar(monkeypatch: pytest.Mo
     assert "too many states" in endless.error and len(compiled) < 40
 
 
+def test_what_is_too_complex_for_one_step_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes up to seconds, in which all requests would wait: a new lexer helps only where the old is full."""
+    compiled: list[Any] = []
+    new = grammars._matcher
+    monkeypatch.setattr(grammars, "_matcher", lambda *given: compiled.append(new(*given)) or compiled[-1])
+    tokenizer = byte_tokenizer()
+    asked = StructuredOutputsParams(regex="(a{1000}){1000}")
+    state = Grammars(tokenizer, VOCAB, [EOS]).compile(asked).start()
+    for token in tokenizer.encode("aa").ids:
+        if not any(mask_of(state, [])):
+            break
+        state.note(token)
+    assert "too many expressions" in state.error and len(compiled) == 1
+
+
 def test_text_of_special_tokens_is_spelled(llm: LLM) -> None:
     """Also where no other text is possible: there, llguidance would have the special token itself."""
     tokenizer = byte_tokenizer()

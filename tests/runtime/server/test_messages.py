@@ -135,6 +135,13 @@ def test_a_structured_output(messages: Any) -> None:
     assert json.loads(result.content[0].text)["a"] in (1, 2)
 
 
+def test_what_changes_nothing_is_accepted(client: Client) -> None:
+    """Some clients ask to keep all reasoning in the context, which is what happens anyway."""
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    body = ASKED | {"max_tokens": 2, "mcp_servers": [], "context_management": kept}
+    assert client.ask(PATH, body, **{"x-api-key": "key"})[0] == 200
+
+
 def test_tokens_are_counted(messages: Any) -> None:
     assert messages.count_tokens(model="tiny", messages=SAID, tools=TOOLS).input_tokens == 1
 
@@ -192,6 +199,7 @@ def test_a_message_that_fails_says_so(messages: Any, monkeypatch: pytest.MonkeyP
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice: "),
         ({"stop": ["x"]}, "stop: is not supported"),
         ({"container": "c"}, "container: is not supported"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management: is not"),
         ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display: is not supported"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: Input should be 'json_schema'"),
         (

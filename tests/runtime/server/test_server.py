@@ -327,6 +327,8 @@ def test_what_asks_for_nothing_is_not_given(client: Client) -> None:
     more = {"tool_choice": "auto", "parallel_tool_calls": True, "metadata": {}, "messages": chat["messages"] + said}
     more |= {"stop_token_ids": [], "stream_options": {"include_usage": True, "continuous_usage_stats": False}}
     assert client.ask("/v1/chat/completions", chat | more | {"max_tokens": 2})[0] == 200
+    more |= {"detokenize": True, "continue_final_message": False, "cache_prompt": True, "include_reasoning": True}
+    assert client.ask("/v1/chat/completions", chat | more | {"max_tokens": 2})[0] == 200
     asks = chat | {"length_penalty": 2}
     assert client.refused(400, asks, "/v1/chat/completions") == "length_penalty: is not supported"
 

@@ -32,7 +32,9 @@ def fits_schema(text: str) -> bool:
 ASKED: list[tuple[dict[str, Any], Any]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, fits_schema),
     ({"structured_outputs": {"json": SCHEMA, "regex": None, "disable_fallback": False}}, fits_schema),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, fits_schema),
     ({"guided_json": SCHEMA}, fits_schema),
+    ({"guided_json": SCHEMA, "response_format": {"type": "text"}}, fits_schema),
     ({"guided_json": json.dumps(SCHEMA)}, fits_schema),
     ({"guided_regex": "[ab]{2,5}"}, re.compile("[ab]{2,5}").fullmatch),
     ({"guided_choice": ["one", "two"]}, ("one", "two").__contains__),
@@ -69,6 +71,14 @@ def schema(given: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type must be text, json_object or json_schema, not 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema must be an object with a schema"),
+    (
+        {"response_format": {"type": "json_object", "shema": {}}},
+        "response_format has no field 'shema': it has type, schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "sort": 1}}},
+        "response_format.json_schema has no field 'sort': it has name, schema, strict, description",
+    ),
     ({"response_format": "json"}, "response_format: Input should be a valid dictionary"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "not both guided_regex and guided_choice: give one of them"),
     ({"guided_backend": "x"}, "guided_backend: is not supported"),

@@ -109,6 +109,23 @@ def test_calls_and_reasoning_are_parts_of_the_message(client: Client, say: Say) 
     assert chat(client, tools=TOOLS)["message"]["content"] is None
 
 
+def test_marks_for_caches_are_no_part_of_the_prompt() -> None:
+    """Some clients mark messages, parts and tools for Anthropic's cache. Templates write whole messages and tools."""
+    marked = {"cache_control": {"type": "ephemeral"}}
+    said = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    plain = {"messages": said, "tools": tools}
+    parts = [part | marked for part in said[0]["content"]]  # type: ignore[union-attr]
+    functions = [{"type": "function", "function": {"name": "f"} | marked} | marked]
+    with serving_with("{{ messages | tojson }}{{ tools | tojson }}{# <tool_call> tool_calls #}") as opened:
+        counts = []
+        for body in (plain, {"messages": [said[0] | marked | {"content": parts}], "tools": functions}):
+            status, result = opened.ask("/v1/chat/completions", body | {"max_tokens": 1})
+            assert status == 200, result
+            counts.append(result["usage"]["prompt_tokens"])
+    assert counts[0] == counts[1]
+
+
 def test_a_stream_adds_up_to_the_whole_message(client: Client, say: Say) -> None:
     say(REPLY)
     whole = chat(client, tools=TOOLS)
