@@ -29,9 +29,10 @@ How to add a rule
 For an ATen operator that is missing, or for another way to write a known operation:
 
 1. Write the handler in the file of its concept: layout, selection, concatenation, memory (copies and views);
-   embeddings, positions, rotary, lengths, complex_numbers (functions of the position); elementwise, activations, norms,
-   formulas, linear; attention, written_attention, masks; recurrent, decays; routers, one_by_one, experts, scattered,
-   sorted_pairs. A pattern is recognized from its last operator, with `is_call`, `strip` and `both_orders` of nodes.py.
+   embeddings, positions, rotary, lengths, complex_numbers (functions of the position); token_tables (functions of the
+   token's number); elementwise, activations, norms, formulas, linear; attention, written_attention, masks; recurrent,
+   decays; routers, one_by_one, experts, scattered, sorted_pairs. A pattern is recognized from its last operator, with
+   `is_call`, `strip` and `both_orders` of nodes.py.
 2. Add it to the line of its operator in `HANDLERS`: special cases first, the general rule last.
 3. Test in tests/passes/raising/ that a module with it has the same logits and the expected operators, and that similar
    modules which differ in one point (another factor, order or dimension) are refused or right (test_near_misses.py).
@@ -69,6 +70,7 @@ from qcompile.passes.raising import (
     scattered,
     selection,
     sorted_pairs,
+    token_tables,
     written_attention,
 )
 from qcompile.passes.raising.walk import Handler, raise_graph
@@ -214,7 +216,12 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "square": (activations.squared_relu, formulas.power),
     "sub": (elementwise.shift, elementwise.add),
     "true_divide": _DIVIDE,
-    "where": (lengths.decided_where, activations.xielu, activations.written_softplus),
+    "where": (
+        lengths.decided_where,
+        activations.xielu,
+        activations.written_softplus,
+        token_tables.where,
+    ),
     # reductions over features
     "mean": (formulas.mean,),
     "std": (formulas.deviation,),
@@ -258,7 +265,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "amax": (routers.best, lengths.largest_position),
     "argmax": (routers.best,),
     "gather": (one_by_one.share_of_best, routers.pick, embeddings.gather_rows),
-    "masked_fill": (routers.limit_groups, one_by_one.hide_far),
+    "masked_fill": (routers.limit_groups, one_by_one.hide_far, token_tables.masked_fill),
     "max": (one_by_one.best_left, routers.best, lengths.largest_position),
     "scatter": (scattered.scatter, one_by_one.hide_chosen, sorted_pairs.marks),
     "softmax": (one_by_one.shares, routers.softmax),

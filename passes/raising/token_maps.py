@@ -13,7 +13,7 @@ from qcompile.passes.raising.nodes import operator_name
 
 ELEMENTWISE = {
     *("to", "_to_copy", "alias", "clone", "detach", "lift_fresh_copy", "contiguous", "where", "masked_fill"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "logical_or", "logical_and", "logical_not", "clamp"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "logical_or", "logical_and", "logical_not", "clamp", "add", "sub"),
     *("bitwise_or", "bitwise_and", "bitwise_not", "__or__", "__and__", "index_put", "zeros_like", "full_like"),
 }
 """Operators that compute the element at an index from the operands' elements at that index; see `_is_elementwise` for
