@@ -151,6 +151,13 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
     ),
     ("aria_text", "aria_text", HEAD | {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 2}),
     ("phimoe", "phimoe", EXPERTS | {"intermediate_size": 96, "router_jitter_noise": 0.2}),
+    (
+        "phimoe, longrope",
+        "phimoe",
+        EXPERTS
+        | {"intermediate_size": 96, "attention_bias": True, "lm_head_bias": True}
+        | {"rope_parameters": LONG["rope_parameters"] | {"short_mscale": 1.25, "long_mscale": 1.25}},
+    ),
     ("flex_olmo", "flex_olmo", EXPERTS | {"intermediate_size": 96}),
     ("gpt_oss", "gpt_oss", EXPERTS | WINDOW | {"intermediate_size": 96} | YARN),
     (

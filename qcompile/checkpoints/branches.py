@@ -61,12 +61,20 @@ class Branches(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "__bool__" and (known := self._conditions.get(id(args[0]))) is not None:
-            return self._decide(known[1])
+        if name == "__bool__" and (condition := self._condition(args[0])) is not None:
+            return self._decide(condition)
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and not kwargs:
             self._note(name, args, result)
         return result
+
+    def _condition(self, item: Tensor) -> Condition | None:
+        """What the truth of `item` says of the largest position; None if that is not known."""
+        if (compared := self._conditions.get(id(item))) is not None:
+            return compared[1]
+        number = self._largest.get(id(item))
+        # A number that is never below 0 is true where it is above.
+        return Condition("gt", number[1], 0) if number is not None and number[1] >= 0 else None
 
     def _note(self, name: str, args: tuple[Any, ...], result: Tensor) -> None:
         """Remember the largest position plus a number, and comparisons of it with numbers."""

@@ -42,6 +42,7 @@ def factors(choose: Choice) -> list[float]:
 DECIDED: dict[str, tuple[Choice, float]] = {
     "never longer": (lambda p: 2.0 if torch.max(p) + 1 > CONTEXT else 3.0, 3.0),
     "always at least one": (lambda p: 2.0 if p.max() + 1 >= 1 else 3.0, 2.0),
+    "a length that is not 0": (lambda p: 2.0 if torch.max(p) + 1 else 3.0, 2.0),
     "less": (lambda p: 2.0 if p.max() < CONTEXT else 3.0, 2.0),
     "an offset below": (lambda p: 2.0 if p.max() - 4 > CONTEXT - 5 else 3.0, 3.0),
     "both ways alike": (lambda p: 2.0 if p.max() > 5 and len(p.shape) > 2 else 3.0, 3.0),
@@ -58,6 +59,7 @@ def test_decided(kind: str) -> None:
 DIFFER: dict[str, Choice] = {
     "at the last position": lambda p: 2.0 if p.max() + 1 > CONTEXT - 1 else 3.0,
     "at the first": lambda p: 2.0 if p.max() < 1 else 3.0,
+    "at the first, by its number": lambda p: 2.0 if p.max() else 3.0,
     "where two conditions hold": lambda p: 2.0 if p.max() > 5 and p.max() < 7 else 3.0,
 }
 
@@ -76,7 +78,14 @@ def test_too_many_ways_are_refused() -> None:
         factors(choose)
 
 
-@pytest.mark.parametrize("choose", [lambda p: 2.0 if p.min() > 5 else 3.0, lambda p: 2.0 if p.sum() > 0 else 3.0])
+OTHER: tuple[Choice, ...] = (
+    lambda p: 2.0 if p.min() > 5 else 3.0,
+    lambda p: 2.0 if p.sum() > 0 else 3.0,
+    lambda p: 2.0 if p.max() - 1 else 3.0,
+)
+
+
+@pytest.mark.parametrize("choose", OTHER)
 def test_other_values_do_not_decide(choose: Choice) -> None:
     with pytest.raises(UnsupportedError, match="branches on the values of its inputs"):
         factors(choose)
