@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ import qcompile
 from tests.runtime.server.test_server import serving
 from tests.runtime.server.test_tools import TEMPLATE, Say, say, serving_with
 from tests.support.anthropic_probes import MESSAGES
-from tests.support.compatibility import Api, RefusedRequest, row
-from tests.support.fake import FakeLibrary
+from tests.support.compatibility import Api, assert_page
 from tests.support.openai_probes import CHATS, COMPLETIONS, EMBEDDINGS, RESPONSES
+from tests.support.probing import rows_of
 
 __all__ = ["say"]
 
-PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 APIS = (CHATS, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS)
 IDS = [api.path for api in APIS]
 
@@ -55,33 +53,5 @@ def test_every_field_of_the_client_is_asked_for(api: Api) -> None:
 def test_every_field_works_or_is_refused(
     api: Api, clients: dict[str, Any], say: Say, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    client, computes = clients[api.path], FakeLibrary._run
-    plain = api.asked(client, dict(api.base))
-    assert not isinstance(plain, RefusedRequest), plain
-    rows = []
-    for name in api.fields:
-        for probe in api.probes[name]:
-            if probe.says is not None:
-                say(probe.says)
-            reply = api.asked(client, api.request(name, probe))
-            monkeypatch.setattr(FakeLibrary, "_run", computes)
-            if isinstance(reply, RefusedRequest):
-                assert reply.status in (400, 404) and "\n" not in reply.message
-            elif probe.shows:
-                assert probe.shows(reply, plain), (name, probe.value, reply)
-            rows.append(row(name, probe, reply))
+    rows = rows_of(api, clients[api.path], say, monkeypatch)
     assert_page(api.path, rows, bool(request.config.getoption("--update-golden")))
-
-
-def assert_page(path: str, rows: list[str], update: bool) -> None:
-    """Compare the table of an endpoint with the page, or write it there."""
-    text = PAGE.read_text(encoding="utf-8")
-    start = text.index(f"## {path}\n")
-    head = text.index("|---|---|---|\n", start) + len("|---|---|---|\n")
-    result = re.match(r"(\|.*\n)*", text[head:])
-    assert result
-    if update:
-        written = "".join(f"{line}\n" for line in rows)
-        PAGE.write_text(text[:head] + written + text[head + result.end() :], encoding="utf-8")
-        return
-    assert result[0].splitlines() == rows, "docs/compatibility.md: run pytest --update-golden and read what it wrote"
