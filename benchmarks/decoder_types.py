@@ -1,10 +1,11 @@
 """Every decoder type in transformers' maps of causal and of image-and-text models: right, refused, or wrong.
 
-    python benchmarks/decoder_types.py [--shard I/N] [--only TYPE ...] [--again OUTCOME ...]
-    python benchmarks/decoder_types.py --table
+    python benchmarks/decoder_types.py [--name NAME] [--shard I/N] [--only TYPE ...] [--again OUTCOME ...]
+    python benchmarks/decoder_types.py [--name NAME] --table
 
 The first form does the rows that are missing, each in a file of out/decoder_types; shards may run beside each other.
 The second writes results/decoder_types.json and decoder_types.md of all rows. `--again` repeats rows of an outcome.
+`--name` is another name of folder and results, for another version of transformers.
 
 A row is the default configuration of the type, cut down by `tiny.py`, with random weights, compiled in float32 and
 compared with transformers as families.py does. Types that are no decoders are listed as such: encoder-decoders,
@@ -33,8 +34,7 @@ from benchmarks.families import Row, examine, quiet, random_model, tokens
 from qcompile.cli import console
 from qcompile.errors import QualityError
 
-ROWS = Path(__file__).parents[1] / "out" / "decoder_types"
-TABLE, PAGE = RESULTS / "decoder_types.json", RESULTS / "decoder_types.md"
+OUT = Path(__file__).parents[1] / "out"
 OUTCOMES = ("right", "refused", "WRONG", "no reference", "no decoder")
 UNSEEN = 1e-4
 """How far an earlier token's logits may move by rounding when a later token changes."""
@@ -123,20 +123,20 @@ def _line(error: Exception) -> str:
 # ---- the rows and the table ----------------------------------------------------------------------------
 
 
-def read_rows() -> dict[str, Row]:
+def read_rows(folder: Path) -> dict[str, Row]:
     """The rows done so far by type."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(ROWS.glob("*.json"))}
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
-def do(kinds: list[str]) -> None:
-    """Do the rows of `kinds`, each written at once."""
-    ROWS.mkdir(parents=True, exist_ok=True)
+def do(kinds: list[str], folder: Path) -> None:
+    """Do the rows of `kinds`, each written at once to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
     for kind in kinds:
         with quiet():
             row = row_of(kind) | {"made": made()}
-        part = ROWS / f"{kind}.part"
+        part = folder / f"{kind}.part"
         part.write_text(json.dumps(row), encoding="utf-8")
-        part.rename(ROWS / f"{kind}.json")
+        part.rename(folder / f"{kind}.json")
         console.log(f"{kind:30} {row['outcome']:12} {row.get('reason', '') or format(row['error'], '.1e')}")
 
 
@@ -146,18 +146,21 @@ def made() -> str:
     return f"{facts['commit']} with torch {facts['torch']}"
 
 
-def write_table(rows: dict[str, Row]) -> None:
-    """The table as JSON and Markdown."""
+def write_table(rows: dict[str, Row], name: str) -> None:
+    """The table as JSON and Markdown, in results `name`."""
     import transformers
 
     counts = {outcome: sum(row["outcome"] == outcome for row in rows.values()) for outcome in OUTCOMES}
     decoders = len(rows) - counts["no decoder"]
     facts = {**machine(), "transformers": transformers.__version__, "decoders": decoders, **counts}
-    TABLE.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    document = json.dumps({**facts, "rows": rows}, indent=1)
+    (RESULTS / f"{name}.json").write_text(document + "\n", encoding="utf-8")
+    tried, every = len(rows), len(all_types())
+    types = f"{tried} types" if tried == every else f"{tried} of {every} types"
     lines = [
         "# Decoder types",
         "",
-        f"{len(rows)} types in the maps of transformers {facts['transformers']}, of which {decoders} are decoders: "
+        f"{types} in the maps of transformers {facts['transformers']}, of which {decoders} are decoders: "
         f"{counts['right']} right ({counts['right'] / max(decoders, 1):.0%}), {counts['refused']} refused, "
         f"{counts['WRONG']} wrong, {counts['no reference']} without a reference.",
         "Rows by commit: "
@@ -173,25 +176,27 @@ def write_table(rows: dict[str, Row]) -> None:
         reason = ": " + row["reason"].replace("|", "\\|") if row.get("reason") else ""
         cells = (kind, row["outcome"] + reason, *errors, row.get("cache", ""), row.get("seconds", ""))
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> int:
     """Do rows, or write the table; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--name", default="decoder_types", help="the name of folder and results")
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="do every Nth row from the Ith on")
     parser.add_argument("--only", nargs="+", default=[], metavar="TYPE", help="do these types, done or not")
     parser.add_argument("--again", nargs="+", default=[], choices=OUTCOMES, help="do rows of this outcome again")
     parser.add_argument("--table", action="store_true", help="write the table")
     options = parser.parse_args()
-    rows = read_rows()
+    folder = OUT / options.name
+    rows = read_rows(folder)
     if not options.table:
         place, shards = map(int, options.shard.split("/"))
         mine = all_types()[place - 1 :: shards]  # whatever other shards have done meanwhile
-        do(options.only or [k for k in mine if k not in rows or rows[k]["outcome"] in options.again])
-        rows = read_rows()
+        do(options.only or [k for k in mine if k not in rows or rows[k]["outcome"] in options.again], folder)
+        rows = read_rows(folder)
     else:
-        write_table(rows)
+        write_table(rows, options.name)
     wrong = [kind for kind, row in rows.items() if row["outcome"] == "WRONG"]
     if wrong:
         console.log(f"wrong: {', '.join(wrong)}")
