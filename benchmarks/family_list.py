@@ -287,6 +287,7 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
     ),
     ("openai-gpt", "openai-gpt", GPT),
     ("diffllama", "diffllama", COMMON),
+    ("doge, biases of keys", "doge", COMMON | {"num_key_value_heads": 4, "sliding_window": 16}),
     ("minicpm3", "minicpm3", COMMON | LATENT),
     ("deepseek_v2", "deepseek_v2", COMMON | GROUPED | {"topk_method": "group_limited_greedy"}),
     ("deepseek_v2, queries of full rank", "deepseek_v2", COMMON | GROUPED | {"q_lora_rank": None, "v_head_dim": 24}),

@@ -27,12 +27,14 @@ HIDDEN = -1e4
 class Mask:
     """The mask `node`, and its meaning: `seen` or `hidden` (booleans), or `added` to the scores, times `factor`.
 
-    `kept` masks multiply the scores; they must be 1 wherever the others show a key.
+    `kept` masks multiply the scores; they must be 1 wherever the others show a key. `source` are features of tokens,
+    if the mask has some (token_bias.py); what it shows is then proved with zeros in their place.
     """
 
     node: fx.Node
     meaning: str
     factor: float = 1.0
+    source: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def _prove(facts: Facts, node: fx.Node, masks: Sequence[Mask], is_causal: bool) 
     _require_positions_only(facts, node, masks, is_causal)
     shown: dict[int, tuple[int, int]] = {}
     table: Tensor | None = None
-    for length in sorted({min(length, longest) for length in (*LENGTHS_TRIED, longest)}, reverse=True) if masks else ():
+    for length in lengths_tried(facts) if masks else ():
         seen, total = _combined(facts, masks, is_causal, length)
         shown[length] = _window_and_chunk(node, seen, length)
         if length == longest and total is not None:
@@ -70,10 +72,24 @@ def _prove(facts: Facts, node: fx.Node, masks: Sequence[Mask], is_causal: bool) 
     return Seen(sizes[0], table, sizes[1])
 
 
+def lengths_tried(facts: Facts) -> list[int]:
+    """The numbers of tokens at which a mask is run, from the model's context down."""
+    return sorted({min(length, facts.longest) for length in (*LENGTHS_TRIED, facts.longest)}, reverse=True)
+
+
+def _values(facts: Facts, mask: Mask, length: int, batch: int = 1) -> Tensor:
+    """The values of a mask for sequences of `length` tokens, with zeros in place of its source."""
+    run = PositionEvaluator(facts, length, batch)
+    if mask.source is not None:
+        run = PositionEvaluator(facts, length, batch, {mask.source: run.zeros(mask.source)})
+    values: Tensor = run.value(mask.node)
+    return values
+
+
 def _require_positions_only(facts: Facts, node: fx.Node, masks: Sequence[Mask], is_causal: bool) -> None:
     """Refuse masks that depend on token ids or on the sequence, that are missing, or that are too long to run."""
     for mask in masks:
-        if facts.reads_token_ids(mask.node):
+        if mask.source is None and facts.reads_token_ids(mask.node):
             raise unsupported(mask.node, "makes a mask from token ids; only masks of positions are compiled")
     if not masks and not is_causal:
         raise unsupported(node, "attends to later tokens; only causal decoders are compiled")
@@ -83,7 +99,7 @@ def _require_positions_only(facts: Facts, node: fx.Node, masks: Sequence[Mask], 
         )
     length = min(8, facts.longest)
     for mask in masks:
-        one, three = (PositionEvaluator(facts, length, batch).value(mask.node) for batch in (1, 3))
+        one, three = (_values(facts, mask, length, batch) for batch in (1, 3))
         each = three.reshape(3 if three.numel() == 3 * one.numel() else 1, -1)
         if each.shape[1] != one.numel() or (each != one.reshape(1, -1)).any():
             raise unsupported(mask.node, "makes a mask that differs between the sequences of a batch")
@@ -94,11 +110,11 @@ def _combined(facts: Facts, masks: Sequence[Mask], is_causal: bool, length: int)
     seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else torch.ones(1, 1, dtype=torch.bool)
     biases = []
     for mask in (mask for mask in masks if mask.meaning != "kept"):
-        shown, bias = _visibility(PositionEvaluator(facts, length).value(mask.node), mask)
+        shown, bias = _visibility(_values(facts, mask, length), mask)
         seen = seen & shown
         biases += [] if bias is None else [bias.expand(*bias.shape[:-1], length)]
     for mask in (mask for mask in masks if mask.meaning == "kept"):
-        if (seen & (PositionEvaluator(facts, length).value(mask.node) != 1)).any():
+        if (seen & (_values(facts, mask, length) != 1)).any():
             raise unsupported(mask.node, "multiplies scores that its mask does not hide")
     return seen, sum(biases[1:], biases[0]) if biases else None
 

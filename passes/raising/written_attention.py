@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from qcompile.passes.raising import values
+from qcompile.passes.raising import token_bias, values
 from qcompile.passes.raising.attention import Scores, build_attention
 from qcompile.passes.raising.builder import Builder
 from qcompile.passes.raising.facts import Facts, Known
@@ -42,6 +42,8 @@ def written_attention(facts: Facts, build: Builder, node: fx.Node, a: Arguments)
         values.permute(value, places) for value, places in ((q, (0, 2, 1, 3)), (k, (0, 3, 1, 2)), (v, (0, 2, 1, 3)))
     ]
     seen = prove_mask(facts, node, scores.masks, is_causal=False)
+    for mask in (mask for mask in scores.masks if mask.source is not None):
+        order[:2] = token_bias.extended(facts, build, node, mask, (order[0], order[1]), scores.scale)
     settings = Scores(scores.scale, seen.window, scores.softcap, key_bias=seen.key_bias, chunk=seen.chunk)
     made = values.permute(build_attention(facts, build, node, order, settings), (0, 2, 1, 3))
     if flattened:
@@ -145,6 +147,10 @@ class _WrittenScores:
             for inner, mask in both_orders(scores):
                 if reads(inner) and isinstance(mask, fx.Node) and not reads(mask):
                     self.masks.append(Mask(mask, "added", self.scale))
+                    return inner
+            for inner, mask in both_orders(scores):
+                if reads(inner) and (source := token_bias.source_of(self._facts, mask)) is not None:
+                    self.masks.append(Mask(mask, "added", self.scale, source))
                     return inner
         if is_call(scores, "mul") and self.masks:
             reads = self._facts.reads_token_ids
