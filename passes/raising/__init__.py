@@ -30,9 +30,9 @@ For an ATen operator that is missing, or for another way to write a known operat
 
 1. Write the handler in the file of its concept: layout, selection, concatenation, memory (copies and views);
    embeddings, positions, rotary, lengths, complex_numbers (functions of the position); token_tables (functions of the
-   token's number); elementwise, activations, norms, formulas, linear; attention, written_attention, token_bias, masks;
-   recurrent, decays; routers, one_by_one, experts, scattered, sorted_pairs. A pattern is recognized from its last
-   operator, with `is_call`, `strip` and `both_orders` of nodes.py.
+   token's number); elementwise, activations, norms, formulas, linear; attention, fused_attention, written_attention,
+   token_bias, masks; recurrent, decays; routers, one_by_one, experts, scattered, sorted_pairs. A pattern is
+   recognized from its last operator, with `is_call`, `strip` and `both_orders` of nodes.py.
 2. Add it to the line of its operator in `HANDLERS`: special cases first, the general rule last.
 3. Test in tests/passes/raising/ that a module with it has the same logits and the expected operators, and that similar
    modules which differ in one point (another factor, order or dimension) are refused or right (test_near_misses.py).
@@ -58,6 +58,7 @@ from qcompile.passes.raising import (
     embeddings,
     experts,
     formulas,
+    fused_attention,
     layout,
     lengths,
     linear,
@@ -252,7 +253,7 @@ HANDLERS: Mapping[str, tuple[Handler, ...]] = {
     "mm": (linear.matmul, positions.outer_matmul, written_attention.written_attention),
     "qcompile::attention": (attention.attention,),
     "qcompile::within": (lengths.within,),
-    "scaled_dot_product_attention": (attention.sdpa,),
+    "scaled_dot_product_attention": (fused_attention.sdpa,),
     # recurrent layers
     "conv1d": (recurrent.conv_of_padded,),
     "qcompile::causal_conv": (recurrent.causal_conv,),

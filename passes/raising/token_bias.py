@@ -1,4 +1,4 @@
-"""Biases of attention scores that the key's own token computes: one more feature of keys, beside a constant of queries.
+"""Biases of attention scores that the key's own token computes: more features of keys, beside constants of queries.
 
 A query's score of a key is then scale * (q . k + c * bias / (c * scale)), so attention needs no operand for the bias.
 """
@@ -23,6 +23,9 @@ MOVES = (TRANSPARENT - {"dropout"}) | {"view", "reshape", "_unsafe_view", "unsqu
 """Operators that move or repeat elements and change none."""
 FEW = 64
 """Tokens up to which two sequences are run, so that a mask of another sequence shows."""
+MULTIPLE = 4
+"""The size of heads becomes a multiple of this, by copies of the feature that each have their share of the bias.
+Kernels for GPUs need that."""
 
 
 def source_of(facts: Facts, mask: Any) -> fx.Node | None:
@@ -66,10 +69,10 @@ def heads_read(facts: Facts, mask: Mask, heads: int) -> list[int]:
         made = PositionEvaluator(facts, length, batch, {mask.source: given}).value(mask.node)
         made = made.expand(batch, heads, length, length)
         own = [(each[0, -1] == row[-1, -1]).nonzero() for row in made[0]]
-        found = [int(each[0]) if len(each) else -1 for each in own]
-        chosen = chosen or found
+        here = [int(each[0]) if len(each) else -1 for each in own]
+        chosen = chosen or here
         wanted = each.transpose(1, 2)[:, chosen, None]
-        if chosen != found or -1 in found or not bool(((made == wanted) | (made <= HIDDEN)).all()):
+        if chosen != here or -1 in here or not bool(((made == wanted) | (made <= HIDDEN)).all()):
             raise unsupported(mask.node, "adds more to its scores than one feature of the key's token")
     return chosen
 
@@ -91,18 +94,19 @@ def _different(facts: Facts, source: fx.Node, batch: int, length: int) -> tuple[
 def extended(
     facts: Facts, build: Builder, node: fx.Node, mask: Mask, inputs: tuple[Value, Value], scale: float
 ) -> tuple[Value, Value]:
-    """Queries and keys [B, T, H, D] with the feature that makes scores of `scale` add the bias of `mask`.
+    """Queries and keys [B, T, H, D] with the features that make scores of `scale` add the bias of `mask`.
 
     Raises UnsupportedError naming `node` if they cannot have one more.
     """
     query, heads, bias = inputs[0], inputs[0].sizes[0], facts.value(mask.source)
     if bias is None or query.base is None or not scale:
         raise unsupported(node, "adds a bias of keys to scores that have no scale")
+    copies = MULTIPLE - query.sizes[1] % MULTIPLE
     terms = bias.terms.reshape(len(bias.terms), -1)[:, heads_read(facts, mask, heads), None]
-    zeros = build.gather([build.flat(query.base)], np.full(heads, -1))
-    constant = build.call("shift", zeros, mask.factor / scale)
+    zeros = build.gather([build.flat(query.base)], np.full(heads * copies, -1))
+    constant = build.call("shift", zeros, mask.factor / scale / copies)
     dims = ("B", "T", "F", "F")
-    more = identity(constant, dims, (heads, 1)), Value(bias.base, dims, terms)
+    more = identity(constant, dims, (heads, copies)), Value(bias.base, dims, np.repeat(terms, copies, 2))
     made = [concatenated(build, [one, other], 3) for one, other in zip(inputs, more, strict=True)]
     if made[0] is None or made[1] is None:
         raise unsupported(node, "adds a bias of keys to scores of queries or keys that are not features of tokens")

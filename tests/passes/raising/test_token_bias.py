@@ -1,4 +1,4 @@
-"""Biases of scores that the key's token computes, as one more feature of keys, or refused."""
+"""Biases of scores that the key's token computes, as more features of keys, or refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_bias_of_keys(bias: Bias, module: Callable[[Bias], Attend]) -> None:
     graph = right(modules.randomized(module(bias)))
     assert used(graph)["attention"] == 1
     (node,) = graph.calls("attention")
-    assert [node.args[i].meta["val"].shape[-1] for i in range(3)] == [9, 9, 8]  # type: ignore[union-attr]
+    assert [node.args[i].meta["val"].shape[-1] for i in range(3)] == [12, 12, 8]  # type: ignore[union-attr]
 
 
 REFUSED: dict[str, Bias] = {
