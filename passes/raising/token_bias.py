@@ -5,6 +5,7 @@ A query's score of a key is then scale * (q . k + c * bias / (c * scale)), so at
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ MOVES = (TRANSPARENT - {"dropout"}) | {"view", "reshape", "_unsafe_view", "unsqu
 """Operators that move or repeat elements and change none."""
 FEW = 64
 """Tokens up to which two sequences are run, so that a mask of another sequence shows."""
-MULTIPLE = 4
-"""The size of heads becomes a multiple of this, by copies of the feature that each have their share of the bias.
-Kernels for GPUs need that."""
+HEAD, ROW = 4, 32
+"""Kernels for GPUs take heads with sizes that are multiples of HEAD, and rows of all heads in whole blocks of ROW.
+Copies of the feature that each have their share of the bias make them so."""
 
 
 def source_of(facts: Facts, mask: Any) -> fx.Node | None:
@@ -101,7 +102,8 @@ def extended(
     query, heads, bias = inputs[0], inputs[0].sizes[0], facts.value(mask.source)
     if bias is None or query.base is None or not scale:
         raise unsupported(node, "adds a bias of keys to scores that have no scale")
-    copies = MULTIPLE - query.sizes[1] % MULTIPLE
+    multiple = max(HEAD, ROW // math.gcd(ROW, heads))
+    copies = multiple - query.sizes[1] % multiple
     terms = bias.terms.reshape(len(bias.terms), -1)[:, heads_read(facts, mask, heads), None]
     zeros = build.gather([build.flat(query.base)], np.full(heads * copies, -1))
     constant = build.call("shift", zeros, mask.factor / scale / copies)

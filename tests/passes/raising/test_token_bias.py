@@ -67,7 +67,7 @@ def test_bias_of_keys(bias: Bias, module: Callable[[Bias], Attend]) -> None:
     graph = right(modules.randomized(module(bias)))
     assert used(graph)["attention"] == 1
     (node,) = graph.calls("attention")
-    assert [node.args[i].meta["val"].shape[-1] for i in range(3)] == [12, 12, 8]  # type: ignore[union-attr]
+    assert [node.args[i].meta["val"].shape[-1] for i in range(3)] == [16, 16, 8]  # type: ignore[union-attr]
 
 
 REFUSED: dict[str, Bias] = {
