@@ -39,10 +39,9 @@ class KnownMasks:
         return text
 
     def _add(self, text: int, token: int) -> int:
-        with self._lock:
-            if len(self._texts) >= _MOST_TEXTS:
-                self._texts.clear()
-            return self._texts.setdefault((text, token), next(self._numbers))
+        if len(self._texts) >= _MOST_TEXTS:
+            self._texts.clear()
+        return self._texts.setdefault((text, token), next(self._numbers))  # one operation: all threads get one number
 
     def get(self, text: int) -> bytes | None:
         """The mask after a text; None if it is not known."""
@@ -50,7 +49,8 @@ class KnownMasks:
 
     def keep(self, text: int, mask: bytes) -> None:
         """Keep the mask after a text."""
-        with self._lock:
-            while len(self._masks) >= _MOST_MASKS:
-                del self._masks[next(iter(self._masks))]
-            self._masks[text] = mask
+        if len(self._masks) >= _MOST_MASKS:
+            with self._lock:
+                while len(self._masks) >= _MOST_MASKS:
+                    del self._masks[next(iter(self._masks))]
+        self._masks[text] = mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -25,6 +26,12 @@ up to seconds to compile while all requests wait, exceeds them again."""
 def mask_words(vocab: int) -> int:
     """Words of a mask of `vocab` tokens."""
     return -(-vocab // MASK_BITS)
+
+
+@lru_cache(256)
+def _memory(address: int, size: int) -> memoryview:
+    """The bytes at an address, which are read only while the memory is in use. Executors use few addresses."""
+    return memoryview((ctypes.c_char * size).from_address(address))
 
 
 class Masks(NamedTuple):
@@ -53,6 +60,8 @@ class Grammar:
         known: KnownMasks | None = None,
     ) -> None:
         self.eos, self.guide, self.lexers = eos, guide, Lexers(matcher, compile)
+        self.ends = [(token // 8, 1 << token % 8) for token in sorted(eos)]
+        """Byte and bit of the tokens that end a text in a mask."""
         self.known = known or KnownMasks()
         self.empty = self.known.start()
         """The number of the empty text."""
@@ -81,7 +90,8 @@ class GrammarState:
             return
         self._ended = token in self._eos
         if not self._ended:
-            self._failed = token < 0 or not self._advance([token])
+            if self._ahead[:1] != [token]:  # else the matcher has taken it before those after it
+                self._failed = token < 0 or not self._advance([token])
             self._text += self._ahead[:1]
             self._number = self.grammar.known.after(self._number, self._ahead[:1])
             del self._ahead[:1]
@@ -99,17 +109,21 @@ class GrammarState:
         if self._failed:
             ctypes.memset(address, 0, 4 * words)
             return
-        known = None if self._ended else self.grammar.known.get(self.text_after(ahead))
+        text = self.text_after(ahead)
+        known = None if self._ended else self.grammar.known.get(text)
         if known is not None and len(known) == 4 * words:
             ctypes.memmove(address, known, 4 * words)
             return
         if self._using is not self.lexer:
             self._restart()
-        while not self._filled(ahead, address, words) and self._renew():
+        while not self._filled(ahead, text, address, words) and self._renew():
             pass
 
-    def _filled(self, ahead: list[int], address: int, words: int) -> bool:
-        """`fill`. False if the grammar exceeds a limit."""
+    def _filled(self, ahead: list[int], text: int, address: int, words: int) -> bool:
+        """`fill`; `text` is the number of the text. False if the grammar exceeds a limit.
+
+        While a step runs, the weights take the place of this code in the caches: what is done for each mask is short.
+        """
         if self._ended or not self._eos.isdisjoint(ahead):
             ctypes.memset(address, 255, 4 * words)
             return True
@@ -121,12 +135,19 @@ class GrammarState:
         if self._matcher.is_error():
             ctypes.memset(address, 0, 4 * words)
             return False
-        mask = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address))
-        self._allow_spelled(mask)
-        self._forbid_ends_within(mask)
+        written = bytes(_memory(address, 4 * words))
+        if len(written.strip(b"\0")) <= 1 or self._has_end(written):
+            mask = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address))
+            self._allow_spelled(mask)
+            self._forbid_ends_within(mask)
+            written = mask.tobytes()
         if not self._ends_within:
-            self.grammar.known.keep(self.text_after(ahead), mask.tobytes())
+            self.grammar.known.keep(text, written)
         return True
+
+    def _has_end(self, mask: bytes) -> bool:
+        """Whether a mask allows an end of text."""
+        return any(mask[byte] & bit for byte, bit in self.grammar.ends)
 
     def _forbid_ends_within(self, mask: npt.NDArray[np.uint32]) -> None:
         """Allow no end of text where the grammar goes on behind it: a grammar may name tokens, also those."""

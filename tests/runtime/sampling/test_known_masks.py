@@ -17,7 +17,7 @@ from qcompile.runtime.sampling.masks import Grammar, GrammarState
 class Ascending:
     """Stands for llguidance's matcher: each token is larger than the one before it. It counts what it computes."""
 
-    computed = 0
+    computed = taken = 0
 
     def __init__(self, text: tuple[int, ...] = ()) -> None:
         self.text = list(text)
@@ -33,6 +33,7 @@ class Ascending:
             if self.text and token <= self.text[-1]:
                 return taken
             self.text.append(token)
+            Ascending.taken += 1
         return len(tokens)
 
     def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
@@ -89,6 +90,17 @@ def test_drafts_lead_to_the_text_that_tokens_lead_to() -> None:
     assert allowed(one, [9]) == set(range(10, 64))
     one.note(2)
     assert allowed(one) == set() and allowed(two) == set(range(10, 64))
+
+
+def test_tokens_that_were_ahead_are_not_taken_again() -> None:
+    """A call of several steps asks with ever more tokens ahead, which are noted when it ends."""
+    state, steps = grammar().start(), [3, 9, 30, 31]
+    before = Ascending.taken
+    for count in range(len(steps) + 1):
+        assert allowed(state, steps[:count]) == set(range(steps[count - 1] + 1 if count else 0, 64))
+    for token in steps:
+        state.note(token)
+    assert Ascending.taken - before == len(steps) and allowed(state) == set(range(32, 64))
 
 
 def test_texts_that_ended_or_failed_are_not_those_before() -> None:
