@@ -27,16 +27,24 @@ _WITHOUT_EFFECT = frozenset(
         *("compile_config", "disable_compile", "low_memory", "transformers_version", "early_stopping"),
         *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
         *("assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size", "renormalize_logits"),
-        "remove_invalid_values",
+        *("remove_invalid_values", "decoder_start_token_id"),
     }
 )
-"""Fields that change how transformers computes, what only beams and assistants read, and checks of logits, which an
-engine of qcompile makes anyway. Log probabilities of tokens that are drawn are normalized here."""
+"""Fields that change how transformers computes, what only beams, assistants and models with an encoder read, and checks
+of logits, which an engine of qcompile makes anyway. Log probabilities of tokens that are drawn are normalized here."""
 _NEUTRAL: dict[str, Any] = {
     **{"num_beams": 1, "num_beam_groups": 1, "typical_p": 1, "length_penalty": 1, "encoder_repetition_penalty": 1},
     **{"guidance_scale": 1},
 }
-"""Values that ask for nothing, besides None, False, 0 and what is empty."""
+"""Values that ask for nothing, besides None, False, what is empty, and 0 unless it numbers a token."""
+_ARGUMENTS = ("logits_processor", "synced_gpus")
+"""Arguments of `generate` besides the fields, which some callers give with values that ask for nothing."""
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    if name.endswith("_token_id"):
+        return value is None
+    return not value or bool(value == _NEUTRAL.get(name))
 
 
 @dataclass(frozen=True)
@@ -56,10 +64,10 @@ class GenerationSettings:
         for name in fields:
             candidates = (options.get(name), getattr(given, name, None), getattr(own, name, None))
             values[name] = next((value for value in candidates if value is not None), None)
-            neutral = not values[name] or values[name] == _NEUTRAL.get(name)
-            if name not in _TAKEN | _WITHOUT_EFFECT and not neutral:
+            if name not in _TAKEN | _WITHOUT_EFFECT and not _asks_for_nothing(name, values[name]):
                 raise UnsupportedError(f"{name} {shown(values[name])}: a compiled model does not generate with it")
-        unknown = [name for name, value in options.items() if name not in fields and value is not None]
+        more = [name for name, value in options.items() if name not in fields and value is not None]
+        unknown = [name for name in more if name not in _ARGUMENTS or not _asks_for_nothing(name, options[name])]
         if unknown:
             raise UnsupportedError(f"{unknown[0]}: generate of a compiled model has no such argument")
         return GenerationSettings(values)
@@ -91,6 +99,8 @@ class GenerationSettings:
             longest = self.values["max_length"]
             most = _NEW_TOKENS if longest is None else longest - width
         if most < 1:
+            if self.values["max_new_tokens"] is not None:
+                raise UsageError(f"no token may be generated: max_new_tokens is {shown(most)}")
             length = f"max_length {self.values['max_length']} with a prompt of {width} tokens"
             raise UsageError(f"no token may be generated: {length}; give max_new_tokens")
         return int(most)

@@ -190,7 +190,9 @@ def test_embeddings_are_prompts(model: Any, theirs: Any, inputs: Any) -> None:
         ({"max_new_token": 5}, "max_new_token: generate of a compiled model has no such argument"),
         ({"generation_config": GenerationConfig(num_beams=2)}, "num_beams 2"),
         ({"num_return_sequences": 2}, "without do_sample"),
-        ({"max_new_tokens": 0}, "no token may be generated"),
+        ({"max_new_tokens": 0}, "no token may be generated: max_new_tokens is 0"),
+        ({"forced_eos_token_id": 0}, "forced_eos_token_id 0"),
+        ({"synced_gpus": True}, "synced_gpus"),
         ({"max_length": 1}, "max_length 1 with a prompt of"),
         ({"streamer": object()}, "it takes one sequence, not 3"),
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "shape of input_ids"),
@@ -201,6 +203,12 @@ def test_embeddings_are_prompts(model: Any, theirs: Any, inputs: Any) -> None:
 def test_what_generate_refuses(model: Any, inputs: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(QCompileError, match=says):
         model.generate(inputs.input_ids, **options)
+
+
+def test_arguments_that_ask_for_nothing(model: Any, inputs: Any) -> None:
+    nothing = {"synced_gpus": False, "logits_processor": [], "decoder_start_token_id": 3, "forced_eos_token_id": None}
+    result = model.generate(**inputs, max_new_tokens=3, **nothing)
+    assert torch.equal(result, model.generate(**inputs, max_new_tokens=3))
 
 
 def test_what_else_is_refused(model: Any, inputs: Any) -> None:
