@@ -75,6 +75,10 @@ WIDE_HEADS = {"head_dim": 4 * HEAD, "num_attention_heads": 2, "num_key_value_hea
 """For three parts of the rotary embedding, with sizes that are constants in the type's own code."""
 TWICE = {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD}
 EXCEPTIONS: dict[str, Settings] = {
+    "apertus1p5": {  # tokens of images and sounds are numbered one after the other, inside the vocabulary
+        **{"image_token_offset": 100, "vision_config": {"codebook_size": 64}},
+        **{"audio_token_offset": 164, "audio_config": {"codebook_size": 64, "codebook_dim": WIDTH}},
+    },
     "bamba": HYBRID,
     "cohere_compass_text": {
         "rope_parameters": TWO_ROPES,
@@ -124,6 +128,7 @@ EXCEPTIONS: dict[str, Settings] = {
     "hunyuan_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [HEAD // 8] * 4}
     },
+    "hy_v4_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}},
     "inkling2_loop_text": {
         **{"unpadded_vocab_size": VOCABULARY, "num_hidden_layers": 4, "n_layers_per_attn_res_block": 1},
         **{"loop_layer_index_start": 1, "loop_layer_index_end": 3},
