@@ -18,7 +18,7 @@ MOST_LAYERS = 6
 """Layers of a configuration at most: one of each kind that its lists name, and two at least."""
 
 RULES: tuple[tuple[str, int], ...] = (
-    (r"\w+_group_vocab|(decoder_|text_)?vocab_size(_per_layer_input)?|n_vocab", VOCABULARY),
+    (r"\w+_group_vocab|(decoder_|text_|unpadded_)?vocab_size(_per_layer_input)?|n_vocab", VOCABULARY),
     (r"hidden_size_per_layer_input|laurel_rank", 16),
     (r"moe_intermediate_size|expert_ffn_hidden_size|expert_intermediate_size", 96),
     (r"(moe_)?shared_expert\w*_intermediate_size|share_expert_dim|shared_intermediate_size", 160),
