@@ -43,7 +43,10 @@ HEADS = {
     "groups of 8": (32, 4, 64),
     "large heads": (16, 2, 256),
     "large heads, padded": (8, 4, 192),
+    "large heads, chained": (16, 2, 256),
+    "large heads, padded and chained": (8, 4, 192),
 }
+"""Query heads, KV heads and features; the leaves of a split are `chained` where the name says so (GpuKV)."""
 SCORES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 1000},
@@ -52,7 +55,7 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 UNEVEN = ((600, 9000), (1, 5), (77, 640), (0, 64), (1, 8191), (130, 130), (1000, 1500))
 """(rows, last position + 1) of the sequences of a step."""
-TIMED = ("groups of 4", "large heads")
+TIMED = ("groups of 4", "large heads", "large heads, chained")
 """Heads for which long steps are timed."""
 LONG = tuple(itertools.product((512, 1024, 2048, 4096), (4096, 16384, 32768)))
 """(rows, last position + 1) of steps of one sequence."""
@@ -96,7 +99,7 @@ class Step(Problem):
         kv, pages = spec.kv, -(-max(end for _, end in self.lengths) // spec.kv.page_tokens)
         size = len(self.lengths) * pages * kv.heads * unpacked_block_bytes(kv)
         memory = torch.full((size,), -1, device="cuda", dtype=torch.int8)
-        given |= dict.fromkeys(("unpacked_keys", "unpacked_values", "unpacked_words"), memory) | {"unpacked": pages}
+        given |= dict.fromkeys(("unpacked_keys", "unpacked_values", "unpacked_scales"), memory) | {"unpacked": pages}
         unpack = UnpackSpec(kv, window=spec.window, chunk=spec.chunk)
         return launch(unpack.kernel(), 90, (pages, kv.heads, len(self.lengths)), given)
 
@@ -111,7 +114,7 @@ class Step(Problem):
 def kernels(format: str, heads: str, **more: Any) -> list[AttentionSpec]:
     """That of the fewest rows a program, then the others."""
     count, kv_heads, dim = HEADS[heads]
-    kv = GpuKV(format, kv_heads, dim)
+    kv = GpuKV(format, kv_heads, dim, chained=heads.endswith("chained"))
     base = AttentionSpec(kv, count, count * dim, dim**-0.5, split=tiles.split_positions(kv), cut="whole", **more)
     every = [spec for _, spec in far_variants(base, 90)]
     unpacked = unpacked_variant(base, 90)

@@ -61,7 +61,7 @@ class Cache:
     """Random pages of `batch` sequences in shuffled order, in as many copies as rotation needs."""
 
     def __init__(self, format: str, batch: int, context: int, copies: int = 0) -> None:
-        self.kv = GpuKV(format, 1, DIM, leaves=1, value=VALUE)
+        self.kv = GpuKV(format, 1, DIM, value=VALUE)
         self.batch, self.context = batch, context
         pages = batch * -(-context // self.kv.page_tokens)
         self.bytes = batch * context * self.kv.block_bytes // self.kv.page_tokens
@@ -152,7 +152,7 @@ class Problem:
 
 def specs(format: str, heads: int, split: int = 0) -> tuple[tuple[LatentSpec, LatentSpec], MergeSpec]:
     """The kernels of splits and of all positions, and of the merge."""
-    kv, target = GpuKV(format, 1, DIM, leaves=1, value=VALUE), get_target(this_target())
+    kv, target = GpuKV(format, 1, DIM, value=VALUE), get_target(this_target())
     result, split = [], split or split_positions(kv)
     for cut in ("split", "whole"):
         spec = LatentSpec(kv, heads, heads * DIM, DIM**-0.5, split=split, cut=cut)

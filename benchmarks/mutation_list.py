@@ -622,7 +622,7 @@ MUTATIONS = (
     Mutation(
         "a mask that multiplies scores may hide what no other hides",
         "passes/raising/masks.py",
-        "if (seen & (PositionEvaluator(facts, length).value(mask.node) != 1)).any():",
+        "if (seen & (_values(facts, mask, length) != 1)).any():",
         "if False:",
         "tests/passes/raising/test_kept_masks.py",
     ),

@@ -121,10 +121,17 @@ GPU_MUTATIONS = (
         f"{GLUON} -k not_written",
     ),
     Mutation(
-        "the zero points of a leaf's values are not in the unit of the sums",
+        "sums of chained leaves keep the unit of the first leaf",
         WARP_GROUPS,
-        "V_SCALE), twice(grow)[:, None])",
-        "V_SCALE), twice(grow * 0.0 + 1.0)[:, None])",
+        "sum0 = faded(sum0, tl.broadcast(by_sum(fade), sum0)[0])",
+        "sum0 = faded(sum0, tl.broadcast(by_sum(fade * 0.0 + 1.0), sum0)[0])",
+        f"{GLUON} -k attention_of",
+    ),
+    Mutation(
+        "a leaf is not in the unit of the sums",
+        WARP_GROUPS,
+        "p = exp2(score - m[:, None]) * grow[:, None]",
+        "p = exp2(score - m[:, None])",
         f"{GLUON} -k attention_of",
     ),
     Mutation(

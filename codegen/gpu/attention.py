@@ -1,11 +1,18 @@
 """GPU kernels of attention over the paged KV cache (kv_pages.py: its layout; append.py: what writes it).
 
 Batch invariance: the order of summation depends only on the query's position. Positions are summed in leaves,
-GpuKV.leaves leaves in a split, GROUP_SPLITS splits in a group. The maximum that softmax weights are relative to is
+several leaves in a split, GROUP_SPLITS splits in a group. The maximum that softmax weights are relative to is
 rounded to an integer (base 2), so merging rescales partial results by powers of two, which is exact, and only the order
 of additions determines the bits. (If weights differ by a factor of 2^126 or more, which position biases can cause, sums
 that one order drops are rounded away in the others, unless what they are added to cancels to 0.) Depending on the
 amount of work, a program computes one leaf, one split, several splits in a loop, or all positions of a sequence.
+
+Large heads leave few registers beside one set of sums. Where prompts matter most (GpuKV.chained), leaves of a split are
+summed one after the other in the accumulators of the same MMAs, and no program computes a leaf alone. Weights are
+relative to the maximum of the first leaf that a row sees, or of a later one that is more than RISE above it, so sums
+are rarely rescaled.
+
+Codes reach the tensor cores as code minus zero point, which 16-bit floats hold exactly.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS
+from qcompile.codegen.gpu.attention_splits import CHAINED_LEAVES, GROUP_SPLITS, MIN_LEAF_POSITIONS
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template, result_argument
 from qcompile.codegen.gpu.kv_pages import GpuKV, page_arguments
 from qcompile.codegen.gpu.operands import Grid, GridSize
@@ -28,6 +35,8 @@ COLUMNS = 8
 """The N of an MMA."""
 ONE_WARP_SUMS = 1024
 """Most accumulators, rows times features, that one warp has registers for if it reads 4-bit codes."""
+RISE = 8
+"""How far (base 2) the maximum of a chained leaf may be above what weights are relative to: they are at most 2^RISE."""
 CONSUMERS = 2
 """Consumer warp groups of a warp-specialized program, each with FAR_ROWS rows."""
 
@@ -90,7 +99,9 @@ class AttentionSpec(VisibleKeys):
     @property
     def leaf(self) -> int:
         """Positions per leaf."""
-        return self.split // self.kv.leaves
+        if not self.kv.chained:
+            return self.split // self.kv.leaves
+        return min(32 if self.kv.dim > 128 else 64, max(MIN_LEAF_POSITIONS, self.split // CHAINED_LEAVES))
 
     @property
     def rows(self) -> int:
@@ -170,6 +181,7 @@ class AttentionSpec(VisibleKeys):
             # Two stages at most: with 16-bit elements, more would take shared memory that other programs need.
             ring_stages=1 if self.direct or (self.rows > 16 and capability >= 100) else 2,
             splits_a_group=GROUP_SPLITS,
+            rise=RISE,
             both=self.kv.hierarchical and not self.kv.upper_only,
             # A draft masks value codes in place: as subnormal fp16 they are the code times 2^-24 or 2^-20.
             units=(-24, -20, -24, -20) if self.kv.upper_only else (0, 0, 0, 0),

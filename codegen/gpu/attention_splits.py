@@ -11,6 +11,8 @@ MOST_QUERIES = 16
 """Most query positions per sequence in the decode class; steps with more are prefill."""
 GROUP_SPLITS = 16
 """Splits that are merged into one group before groups are merged."""
+CHAINED_LEAVES = 4
+"""Fewest leaves of a split that are chained."""
 MIN_LEAF_POSITIONS = 16
 """Fewest positions of a leaf: the K of the MMA with the values."""
 FINE_PROGRAMS = 3072

@@ -38,22 +38,23 @@ from qcompile.errors import UnsupportedError
 from qcompile.formats.kv import LATENT_GROUP, PAGE_TOKENS, KVFormat, kv_format
 
 LEAVES = 8
-"""Parts in which the positions of a split are summed."""
+"""Parts in which the positions of a split are summed apart, at most."""
 
 
 @dataclass(frozen=True)
 class GpuKV:
     """Layout of pages with `heads` KV heads of `dim` elements; `format` is kv16, kv8, kv4, kv_hier or kv_hier4.
 
-    Each split is summed in `leaves` separate parts. `value` are the features of keys that are the values, if pages hold
-    no others.
+    Each split is summed in `leaves` parts, `most_leaves` at most, or `chained`: its leaves one after the other. `value`
+    are the features of keys that are the values, if pages hold no others.
     """
 
     format: str
     heads: int
     dim: int
     page_tokens: int = PAGE_TOKENS
-    leaves: int = LEAVES
+    most_leaves: int = LEAVES
+    chained: bool = False
     value: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +70,11 @@ class GpuKV:
             return
         if self.dim % 4 or self.dim > 256:
             raise UnsupportedError(f"head size {self.dim}: GPU attention takes multiples of 4 up to 256")
+
+    @property
+    def leaves(self) -> int:
+        """Parts in which the positions of a split are summed apart."""
+        return 1 if self.chained or self.value else self.most_leaves
 
     @property
     def value_dim(self) -> int:

@@ -6,7 +6,7 @@ decided before which calls share a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +61,8 @@ from qcompile.codegen.state_calls import ConvStep, RecurrenceStep
 from qcompile.errors import PassError, UnsupportedError
 from qcompile.targets import Target
 
+MOST_APART = 128
+"""Most features of a head with registers for the sums of a leaf beside those of a split."""
 WITHOUT_ATTENTION = GpuKV("kv16", 1, 4)
 """Stands for the layout of pages where no layer has any."""
 
@@ -68,7 +70,18 @@ WITHOUT_ATTENTION = GpuKV("kv16", 1, 4)
 def kv_of(program: Program, layer: int) -> GpuKV:
     """The layout of the KV pages of a layer for GPU kernels. UnsupportedError for formats without kernels."""
     kv = program.kv
-    return GpuKV(kv.format, *kv.heads_of(layer), kv.page_tokens, leaves=1 if kv.value else LEAVES, value=kv.value)
+    return GpuKV(kv.format, *kv.heads_of(layer), kv.page_tokens, value=kv.value)
+
+
+def chains_leaves(program: Program, layers: Sequence[GpuKV]) -> bool:
+    """Whether attention sums the leaves of a split one after the other, in all layers alike.
+
+    For large heads, prompts then take two thirds of the time, but one sequence that decodes takes twice as long or
+    more: so only where most layers have recurrent states instead.
+    """
+    large = any(kv.dim > MOST_APART for kv in layers)
+    hierarchical = any(kv.hierarchical for kv in layers)
+    return large and program.states.slot_bytes > 0 and not hierarchical
 
 
 def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool = True) -> LaunchPlan:
@@ -78,8 +91,10 @@ def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool
     kernels for Triton's interpreter. Raises UnsupportedError naming the call that has no GPU kernel.
     """
     layers = [kv_of(program, layer) for layer in range(program.kv.layers)] or [WITHOUT_ATTENTION]
+    layers = [replace(kv, chained=chains_leaves(program, layers) and not kv.value) for kv in layers]
     split = split or min(tiles.split_positions(kv) for kv in layers)
-    kvs = tuple(replace(kv, leaves=max(1, min(kv.leaves, split // MIN_LEAF_POSITIONS))) for kv in layers)
+    leaves = max(1, min(LEAVES, split // MIN_LEAF_POSITIONS))
+    kvs = tuple(replace(kv, most_leaves=min(kv.most_leaves, leaves)) for kv in layers)
     program = fuse(program)
     context = PlanContext(program, kvs, split, target, inline_asm)
     featured = only_for_features(program.calls)

@@ -3,10 +3,9 @@
 An unpacked block is what producer warps of attention.py's warp-specialized programs would write to shared memory for
 one page and KV head, in this order:
 
-    keys     fp16 [page tokens][dim]: 1024 + the code, or with 4 bits 1024 + 16 times the code in odd planes
-    values   bf16 [dim][page tokens]: 128 + the code of 4 bits, or the code of 8 bits - 128
-    words    float32 [4][page tokens]: scales and zero points of the keys, then those of the values; the zero points of
-             values are shifted by 128 as the values are
+    keys     fp16 [page tokens][dim]: code minus zero point, with 4 bits times 16 in odd planes
+    values   bf16 [dim][page tokens]: code minus zero point
+    scales   float32 [2][page tokens]: of the keys, then of the values
 
 The block of page i of prompt s and KV head h is number (s * pages + i) * heads + h, where `pages` is the count
 "unpacked": the most pages of a prompt of the step.
@@ -32,7 +31,7 @@ For 512 rows, unpacking takes about as long as it saves attention.
 
 def unpacked_block_bytes(kv: GpuKV) -> int:
     """Bytes of one unpacked (page, KV head)."""
-    return 4 * kv.page_tokens * kv.dim + 16 * kv.page_tokens
+    return 4 * kv.page_tokens * kv.dim + 8 * kv.page_tokens
 
 
 def unpacked_pages(kv: GpuKV) -> int:
@@ -43,14 +42,14 @@ def unpacked_pages(kv: GpuKV) -> int:
 def unpacked_operands(kv: GpuKV) -> Operands:
     """Operands that tell where the unpacked blocks are: one pointer for each type they are read as."""
     memory = ScratchRef("unpacked", kv.heads * unpacked_block_bytes(kv), ("unpacked_room",))
-    pointers: Operands = dict.fromkeys(("unpacked_keys", "unpacked_values", "unpacked_words"), memory)
+    pointers: Operands = dict.fromkeys(("unpacked_keys", "unpacked_values", "unpacked_scales"), memory)
     return {**pointers, "unpacked": CountRef("unpacked")}
 
 
 UNPACKED_ARGUMENTS = [
     Argument("unpacked_keys", "*fp16"),
     Argument("unpacked_values", "*bf16"),
-    Argument("unpacked_words", "*fp32"),
+    Argument("unpacked_scales", "*fp32"),
 ]
 
 

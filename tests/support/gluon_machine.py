@@ -176,7 +176,8 @@ def inline_asm_elementwise(
     for arg in args:
         registers += _registers(np.broadcast_to(arg.values, shape), arg.type, pack)
     counts = [max(1, SIZES[t] * pack // 4) for t in types]
-    result = ptx.run(asm, sum(counts), *registers)
+    tied = [int(name) for name in constraints.split(",") if name.isdigit()]
+    result = ptx.run(asm, sum(counts), *registers, tied=tied)
     results = []
     for count, type in zip(counts, types, strict=True):
         raw = np.stack(result[:count], -1).astype(np.uint32).view(_raw(type))
@@ -288,6 +289,7 @@ def _hopper(program: list[Program]) -> dict[str, Any]:
 
     return {
         "warpgroup_mma": warpgroup_mma,
+        "warpgroup_mma_init": lambda x: x,
         "warpgroup_mma_wait": warpgroup_mma_wait,
         "fence_async_shared": lambda: None,
         "mbarrier": _mbarrier(program),
@@ -299,12 +301,14 @@ def _mbarrier(program: list[Program]) -> SimpleNamespace:
     def init(barrier: Barrier, count: int) -> None:
         barrier.count = barrier.left = count
 
-    def arrive(barrier: Barrier, count: int = 1) -> None:
-        barrier.arrive(count)
-        program[0].tell()
+    def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            barrier.arrive(count)
+            program[0].tell()
 
-    def wait(barrier: Barrier, phase: Any) -> None:
-        program[0].wait_until(lambda: barrier.phase != int(phase))
+    def wait(barrier: Barrier, phase: Any, pred: Any = True) -> None:
+        if pred:
+            program[0].wait_until(lambda: barrier.phase != int(phase))
 
     return SimpleNamespace(init=init, arrive=arrive, wait=wait, MBarrierLayout=lambda: "barrier")
 

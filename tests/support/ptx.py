@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -62,6 +62,7 @@ _PLAIN: dict[str, Callable[..., Words]] = {
     "shl": lambda x, n: x << n,
     "shr": lambda x, n: x >> n,
     "and": lambda x, y: x & y,
+    "or": lambda x, y: x | y,
     "xor": lambda x, y: x ^ y,
     "mad": lambda x, y, z: x * y + z,
     "mul": lambda x, y: x * y,
@@ -77,19 +78,42 @@ _OF_HALVES: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
-    """What PTX makes of registers: those of the operations that kernels have."""
+_OF_FLOATS: dict[str, Callable[..., Words]] = {
+    "mul": lambda x, y: (x.view(np.float32) * y.view(np.float32)).view(np.uint32),
+    "setp": lambda x, y: (x.view(np.float32) != y.view(np.float32)).astype(np.uint32),
+}
+
+
+def run(asm: str, outputs: int, *inputs: Words, tied: Sequence[int] = ()) -> list[Words]:
+    """What PTX makes of registers: those of the operations that kernels have.
+
+    The first inputs are the outputs `tied`, too. A branch is one that all threads take, or none.
+    """
     registers = {f"${outputs + i}": x for i, x in enumerate(inputs)}
+    registers |= {f"${to}": x for to, x in zip(tied, inputs, strict=False)}
+    label = ""  # up to which nothing runs
 
     def read(name: str) -> Words:
-        return registers[name] if name in registers else np.full_like(inputs[0], int(name, 0))
+        number = f"0x{name[2:]}" if name.startswith("0f") else name
+        return registers[name] if name in registers else np.full_like(inputs[0], int(number, 0))
 
     for line in re.split(r"[;{}]", re.sub(r"\.reg[^;]*;", "", asm)):
-        if not line.strip():
+        line = line.strip()
+        if not line or label:
+            label = label if not line.startswith(f"{label}:") else ""
             continue
-        operation, rest = line.strip().split(" ", 1)
+        if line.endswith(":"):
+            continue
+        if line.startswith("@!"):
+            predicate, _, to = line[2:].split()
+            label = "" if registers[predicate].any() else to
+            continue
+        operation, rest = line.split(" ", 1)
         to, *names = (name.strip() for name in rest.split(","))
         base, *_, kind = operation.split(".")
+        if base == "vote":
+            registers[to] = np.full_like(registers[names[0]], registers[names[0]].any())
+            continue
         if base == "lop3":
             *names, last = names
             registers[to] = lop3(*map(read, names), int(last, 0))
@@ -97,6 +121,8 @@ def run(asm: str, outputs: int, *inputs: Words) -> list[Words]:
         given = [read(name) for name in names]
         if base == "cvt":
             registers[to] = _pair(*given, kind=operation.split(".")[2])
+        elif kind == "f32" and base in _OF_FLOATS:
+            registers[to] = _OF_FLOATS[base](*given)
         elif base == "add" and kind == "u32":
             registers[to] = given[0] + given[1]
         elif kind in ("f16x2", "bf16x2"):

@@ -306,13 +306,17 @@ def _is_valid(format: str, n: int, k: int, tile: Tile) -> bool:
     return True
 
 
+CHAINED_SPLIT = 256
+"""Positions per split where leaves are chained: with more, decoding has too few programs."""
 LATENT_SPLIT = 1024
 """Positions per split of attention over latents: with few, partial results of many heads are as many bytes as keys."""
 
 
 def split_positions(kv: GpuKV) -> int:
     """Positions per split of decode attention, which fixes the order of summation; a leaf fits in registers."""
-    return LATENT_SPLIT if kv.value else kv.leaves * (64 if kv.dim <= 128 else 32)
+    if kv.value:
+        return LATENT_SPLIT
+    return CHAINED_SPLIT if kv.chained else kv.leaves * (64 if kv.dim <= 128 else 32)
 
 
 def decode_attention(base: AttentionSpec, limits: SplitLimits) -> dict[str, AttentionSpec]:

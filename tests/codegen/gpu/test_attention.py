@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from qcompile.codegen.gpu.append import AppendSpec, HeadNorm
 from qcompile.codegen.gpu.attention_merge import MergeSpec
 from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS
 from qcompile.codegen.gpu.kv_pages import GpuKV
-from qcompile.codegen.gpu.plan import make_plan
+from qcompile.codegen.gpu.plan import chains_leaves, make_plan
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_step import RECIPES, SHAPE, lowered
@@ -98,6 +99,45 @@ def interpret_leaves(recipe: str, format: str) -> None:
 @pytest.mark.parametrize(("recipe", "format"), [("qserve", "kv4"), ("w8a8", "kv8")])
 def test_leaves_have_the_bits_of_splits_interpreted(recipe: str, format: str) -> None:
     interpreted(__name__, f"interpret_leaves({recipe!r}, {format!r})")
+
+
+def test_leaves_of_large_heads_are_chained_beside_recurrent_states() -> None:
+    """All layers alike: a step chooses between programs of leaves and of splits for all of them."""
+    large, small = GpuKV("kv4", 2, 256), GpuKV("kv4", 2, 128)
+    hybrid, plain = (SimpleNamespace(states=SimpleNamespace(slot_bytes=size)) for size in (4096, 0))
+    assert chains_leaves(hybrid, [small, large]) and not chains_leaves(plain, [small, large])
+    assert not chains_leaves(hybrid, [small]) and not chains_leaves(hybrid, [replace(large, format="kv_hier")])
+
+
+def interpret_chained(recipe: str, far: int) -> None:
+    """Leaves that are summed one after the other: the bits do not depend on what a program takes, or on the step."""
+    from qcompile.codegen.gpu import plan as plans
+    from tests.support.gpu_interpreter import Interpreter
+
+    plans.chains_leaves = lambda program, layers: True
+    graph, program, blobs = lowered(recipe)
+    ids = torch.randint(0, SHAPE["vocab"], (1, 150), generator=torch.Generator().manual_seed(2))
+    inputs = step_inputs(ids, None, graph)
+    want, pages = graph.run(*inputs)[0], inputs[3].tolist()[0]
+    plan = make_plan(program, TARGETS["h200"], split=128, inline_asm=False)
+    assert all(kv.chained and kv.leaves == 1 for kv in plan.kvs) and not any(
+        launch.by == "fine" for launch in plan.launches
+    )
+    machine, result = Interpreter(program, plan, blobs, rows=160), []
+    machine.fill([Chunk(ids[0, :120].tolist(), 0, pages)])
+    machine.near = far
+    result.append(machine.step([Chunk(ids[0, 120:].tolist(), 120, pages)])[0][16:])  # by programs for prompts
+    for machine.shares in (9, 1):
+        machine.forget()
+        result.append(machine.step([Chunk(ids[0, 136:].tolist(), 136, pages)])[0])
+        assert torch.equal(result[-1], result[0])
+    error = ((result[0].double() - want[136:]).norm() / want[136:].norm()).item()
+    assert error < RECIPES[recipe], error
+
+
+@pytest.mark.parametrize(("recipe", "far"), [("qserve", 1), ("bf16", 2)])
+def test_chained_leaves_interpreted(recipe: str, far: int) -> None:
+    interpreted(__name__, f"interpret_chained({recipe!r}, {far})")
 
 
 def interpret_long_steps(recipe: str, split: int) -> None:

@@ -261,7 +261,7 @@ class Prompt:
         pages = self.table.shape[1] - 1  # the table has one more, which no row sees
         blocks = len(self.counts) * pages * self.kv.heads
         memory = torch.full((blocks * unpacked_block_bytes(self.kv),), -1, dtype=torch.int8)
-        given = dict.fromkeys(("unpacked_keys", "unpacked_values", "unpacked_words"), memory) | {"unpacked": pages}
+        given = dict.fromkeys(("unpacked_keys", "unpacked_values", "unpacked_scales"), memory) | {"unpacked": pages}
         before = UnpackSpec(self.kv, window=spec.window, chunk=spec.chunk)
         pages_of = {"kv": self.memory, "kv_words": self.memory, "block_table": self.table}
         rows = {"positions": self.positions, "query_start": self.start, "table_stride": self.table.shape[1]}
@@ -347,10 +347,12 @@ def test_attention_of_warp_groups(format: str, scores: str, size: str) -> None:
         assert torch.equal(prompt.attend(replace(spec, unpacked=True)), result)
 
 
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize(("format", "scores"), [("kv16", "window"), ("kv4", "plain")])
-def test_attention_of_warp_groups_with_large_heads(format: str, scores: str) -> None:
-    """Leaves of half a page."""
+def test_attention_of_warp_groups_with_large_heads(format: str, scores: str, chained: bool) -> None:
+    """Leaves of half a page, summed apart and one after the other, where maxima of leaves are far apart."""
     prompt = Prompt(format, (4, 2, 256), *UNEVEN)
+    prompt.kv, prompt.q = replace(prompt.kv, chained=chained), prompt.q * 4
     spec = prompt_spec(prompt, split=256, unpacked=format != "kv16", **SCORES[scores])
     error = ((prompt.attend(spec) - prompt.wanted(spec)).norm() / prompt.wanted(spec).norm()).item()
     assert error < MOST_ERROR, error
@@ -378,7 +380,7 @@ def test_rows_that_are_not_written_do_not_count(format: str, unpacked: bool) -> 
 
 
 FAULTS = {
-    "a stage is never released": ("mbarrier.arrive(empty.index(last))\n                sum", "sum", Deadlock),
+    "a stage is never released": ("mbarrier.arrive(empty.index(here))\n                sum", "sum", Deadlock),
     "skipped leaves are not": ("tl.where(latest < 0, program_begun, (latest + LEAF) // LEAF)", "0", Deadlock),
     "sums before they are there": ("product0 = warpgroup_mma_wait(1, (product0,))", "", TypeError),
 }
@@ -401,12 +403,14 @@ def test_a_stage_that_is_released_too_early_is_overwritten() -> None:
     prompt = Prompt("kv16", (4, 1, 64), [20], [500])
     spec = prompt_spec(prompt)
     kernel = spec.kernel(90)
-    release = "mbarrier.arrive(empty.index(last))\n"
-    given = kernel.source.replace("last = stage\n", "last, behind = stage, phase\n")
+    release = "mbarrier.arrive(empty.index(here))\n"
+    given = kernel.source.replace(
+        "score, here = next_score, stage\n", "score, here, behind = next_score, stage, phase\n"
+    )
     at = given.index("product0 = warpgroup_mma_wait")
     late = given.index(release, at)
     source = given[:late] + given[late + len(release) :].lstrip(" ")
-    early = source[:at] + release + " " * 16 + "mbarrier.wait(empty.index(last), behind)\n" + " " * 16 + source[at:]
+    early = source[:at] + release + " " * 16 + "mbarrier.wait(empty.index(here), behind)\n" + " " * 16 + source[at:]
     want = prompt.wanted(spec)
     try:
         result = prompt.attend_by(replace(kernel, source=early), spec)

@@ -110,7 +110,7 @@ def interpret_merge() -> None:
     from qcompile.codegen.gpu import compile as gpu_compile
 
     torch.manual_seed(1)
-    kv, heads, splits = GpuKV("kv16", 1, 320, leaves=1, value=(64, 320)), 2, 38
+    kv, heads, splits = GpuKV("kv16", 1, 320, value=(64, 320)), 2, 38
     spec = MergeSpec(kv, heads, split=8, most_splits=ALL_SPLITS)
     assert spec.dim_parts == 2
     positions = torch.tensor([300, 5, 263], dtype=torch.int32)
@@ -139,7 +139,7 @@ class Steps:
     def __init__(self, heads: int, counts: list[int], contexts: list[int], **more: Any) -> None:
         torch.manual_seed(1)
         self.heads, self.counts = heads, counts
-        kv = GpuKV("kv16", 1, 192, leaves=1, value=(64, 192))
+        kv = GpuKV("kv16", 1, 192, value=(64, 192))
         spec = LatentSpec(kv, heads, heads * 192, 192**-0.5, split=self.SPLIT, **more)
         self.spec = shape_for(spec, 90, TARGETS["h200"].shared_bytes)
         per_sequence = -(-max(contexts) // 64) + 1
@@ -248,7 +248,7 @@ def test_what_warp_groups_do_not_take() -> None:
     """Other sizes and codes have the kernel that all GPUs have."""
     sizes = (("kv16", 576, 64, {}, True), ("kv8", 576, 64, {}, False), ("kv16", 544, 32, {}, False))
     for format, dim, value, more, taken in (*sizes, ("kv16", 576, 64, {"bias_positions": 9}, False)):
-        kv = GpuKV(format, 1, dim, leaves=1, value=(value, dim))
+        kv = GpuKV(format, 1, dim, value=(value, dim))
         spec = LatentSpec(kv, 16, 16 * dim, 0.1, **more)
         assert shape_for(spec, 90, TARGETS["h200"].shared_bytes).warp_specialized == taken
         assert not shape_for(spec, 80, TARGETS["a100"].shared_bytes).warp_specialized
@@ -265,7 +265,7 @@ def test_what_warp_groups_do_not_take() -> None:
 def test_compiled_for_every_architecture(target: str, heads: int, format: str, compiled: Record) -> None:
     """At DeepSeek-V3's sizes: matrix instructions, and shared memory that fits."""
     gpu = TARGETS[target]
-    kv = GpuKV(format, 1, 576, leaves=1, value=(64, 576))
+    kv = GpuKV(format, 1, 576, value=(64, 576))
     for cut in ("split", "whole"):
         spec = LatentSpec(kv, heads, heads * 576 + 576, 0.1, cut=cut)  # type: ignore[arg-type]
         spec = shape_for(spec, gpu.capability, gpu.shared_bytes)
@@ -275,7 +275,7 @@ def test_compiled_for_every_architecture(target: str, heads: int, format: str, c
 
 @pytest.mark.parametrize("format", ["kv16", "kv8", "kv4"])
 def test_appends_are_compiled(format: str, compiled: Record) -> None:
-    kv = GpuKV(format, 1, 576, leaves=1, value=(64, 576))
+    kv = GpuKV(format, 1, 576, value=(64, 576))
     for tokens in (1, 8):
         spec = AppendSpec(kv, 128, 129 * 576, 0, 128 * 576, None, rotary_dim=64, tokens=tokens)
         compiled(spec.kernel(90), 90)
