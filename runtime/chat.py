@@ -58,6 +58,21 @@ class ChatTemplate:
             raise UsageError(f"the chat template does not take this conversation: {error}") from error
 
 
+def up_to_content(text: str, content: str) -> str:
+    """A rendered conversation up to the end of its last message's content, for a reply that continues the message.
+
+    White space that the template keeps stays. Raises UsageError if the content is empty, or not in the text as it is.
+    """
+    inner = content.strip()
+    if not inner:
+        raise UsageError("continue_final_message needs a last message that has content")
+    place = text.rfind(inner)
+    if place < 0:
+        raise UsageError("continue_final_message: the chat template does not write the last message as it is")
+    kept = content.lstrip()
+    return text[: place + len(kept if text.startswith(kept, place) else inner)]
+
+
 def chat_template(out: Path, files: dict[str, Any]) -> ChatTemplate | None:
     """The chat template of the artifact at `out`; None without one. files: those of the artifact's manifest."""
     sources, special = _template_sources(out, files)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from qcompile.errors import UsageError, shown
-from qcompile.runtime.chat import ChatTemplate, Render
+from qcompile.runtime.chat import ChatTemplate, Render, up_to_content
 from qcompile.runtime.forced_calls import calls_schema, named_function, schemas_by_name
 from qcompile.runtime.histories import HistoryStyle, template_messages
 from qcompile.runtime.parsers.call_parser import is_name
@@ -39,8 +39,9 @@ class Dialogue:
 
     tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": schema}}`. tool_choice:
     "auto", "none", "required", or `{"type": "function", "function": {"name": ...}}`. variables: further variables of
-    the template. structured: whether the reply is structured output, of which no part is reasoning or calls. Raises
-    UsageError for fields of other types.
+    the template. structured: whether the reply is structured output, of which no part is reasoning or calls. end: what
+    the prompt ends with: the start of a "reply", the last "turn", or the last "message", which the reply continues.
+    Raises UsageError for fields of other types.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -51,6 +52,7 @@ class Dialogue:
     reasoning_effort: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     structured: bool = False
+    end: Literal["reply", "turn", "message"] = "reply"
 
     def __post_init__(self) -> None:
         if not _is_list(self.tools):
@@ -114,6 +116,8 @@ class DialogueFormat:
         declared = DeclaredTools.of(tools)
         if tools and "tools" not in self._reads:
             raise UsageError("tools: the chat template of this model takes none")
+        if asked.end == "message" and self.several_messages:
+            raise UsageError("continue_final_message: a reply of this model consists of several messages")
         if asked.tool_choice not in ("auto", "none"):
             return self._forced(asked, declared)
         if asked.structured:
@@ -226,7 +230,12 @@ class DialogueFormat:
             for as_text in (False, True):
                 messages = template_messages(asked.messages, style, as_text)
                 try:
-                    return self.template(messages, **variables)
+                    if asked.end == "reply":
+                        return self.template(messages, **variables)
+                    text = self.template(messages, **variables, add_generation_prompt=False)
+                    return (
+                        up_to_content(text, asked.messages[-1].get("content") or "") if asked.end == "message" else text
+                    )
                 except UsageError as error:
                     first = first or error
                 if not any("tool_calls" in message for message in messages):

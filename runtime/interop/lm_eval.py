@@ -20,7 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from qcompile.errors import UsageError
-from qcompile.runtime.chat import ChatTemplate
+from qcompile.runtime.chat import ChatTemplate, up_to_content
 from qcompile.runtime.evaluate import negative_log_likelihood
 from qcompile.runtime.load import load
 from qcompile.runtime.options import LoadOptions
@@ -142,10 +142,7 @@ class CompiledLM(TemplateLM):
         if self.llm.template is None:
             raise UsageError(f"{self._path} has no chat template: evaluate without --apply_chat_template")
         text = self.llm.template(chat_history, add_generation_prompt=add_generation_prompt)
-        if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"].strip()
-        return text[: text.rindex(last) + len(last)]
+        return text if add_generation_prompt else up_to_content(text, chat_history[-1]["content"])
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The text of the chat template, by which the harness tells results apart; empty if it is not used."""

@@ -14,7 +14,10 @@ from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.api import MOST_LOGPROBS, BodyPart, CachedPart, Common, Count, FunctionName
 from qcompile.runtime.server.tool_choice import Tool, allowed_tools, field_of_each
 
-_CHAT_FIELDS = ("tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
+_CHAT_FIELDS = (
+    *("tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 """Fields that have no effect on completions."""
 
 
@@ -118,6 +121,13 @@ class ToolPart(CachedPart):
     function: FunctionPart
 
 
+def end_of_prompt(generation_prompt: bool, continues: bool) -> Literal["reply", "turn", "message"]:
+    """What a prompt ends with (Dialogue.end). Raises UsageError for fields that exclude each other."""
+    if generation_prompt and continues:
+        raise UsageError("continue_final_message needs add_generation_prompt: false")
+    return "reply" if generation_prompt else "message" if continues else "turn"
+
+
 class ChatRequest(Common):
     """POST /v1/chat/completions."""
 
@@ -135,6 +145,9 @@ class ChatRequest(Common):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """Whether the reply goes on where the last message ends; `add_generation_prompt` is then false."""
 
     def dialogue(self, structured: bool = False) -> Dialogue:
         """What the model is asked. structured: whether for structured output. Raises UsageError."""
@@ -151,6 +164,7 @@ class ChatRequest(Common):
             self.reasoning_effort,
             self.chat_template_kwargs or {},
             structured,
+            end_of_prompt(self.add_generation_prompt, self.continue_final_message),
         )
 
     def _chosen(self, tools: list[Tool]) -> tuple[list[Tool], Any]:

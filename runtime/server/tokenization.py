@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -20,15 +20,13 @@ class TokenizeRequest(BodyPart):
     add_special_tokens: whether the tokenizer adds its own; the default is that of the two endpoints.
     """
 
-    idle: ClassVar[dict[str, tuple[object, ...]]] = {
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-    }
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     tools: Annotated[list[ToolPart], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -42,6 +40,8 @@ class TokenizeRequest(BodyPart):
             return None
         asked = ChatRequest.model_construct(messages=self.messages, tools=self.tools)
         asked.chat_template_kwargs = self.chat_template_kwargs
+        asked.add_generation_prompt = self.add_generation_prompt
+        asked.continue_final_message = self.continue_final_message
         return asked.dialogue()
 
     def reply(self, llm: LLM, text: str) -> dict[str, Any]:
