@@ -14,6 +14,9 @@ _SPACES = r"[\x20\x0A\x0D\x09]{1,40}"
 _MARK = re.compile(r"(<\|\w+\|>)")
 """A text within others that may be a special token."""
 
+MOST_GBNF = 2 << 10
+"""Most characters of a grammar in GBNF: to convert as many short rules takes half a second."""
+
 
 def written(source: Source, guide: Any) -> str:
     """A grammar for llguidance's tokenizer `guide`. Raises ValueError for JSON that is none."""
@@ -29,8 +32,24 @@ def written(source: Source, guide: Any) -> str:
         texts = " | ".join(json.dumps(text) for text in json.loads(source.text))
         grammar = LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")  # a rule may have 2,000 texts at most
     else:
-        grammar = LLMatcher.grammar_from_lark(source.text)
+        grammar = LLMatcher.grammar_from_lark(_lark(source.text))
     return str(grammar) if source.reasoning is None else _behind(source.reasoning, str(grammar), guide)
+
+
+def _lark(grammar: str) -> str:
+    """A grammar in Lark's format, of one in that format or in GBNF (`root ::= ...`). Raises ValueError."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    if "::=" not in grammar or is_lark_syntax(grammar):
+        return grammar
+    if len(grammar) > MOST_GBNF:
+        raise ValueError(f"GBNF of {len(grammar)} characters, of at most {MOST_GBNF}: give it in Lark's format")
+    try:
+        return str(gbnf_to_lark(grammar))
+    except RecursionError:
+        raise ValueError("GBNF that nests too deep") from None
+    except Exception as error:  # llguidance raises plain exceptions for unknown rules
+        raise ValueError(f"GBNF: {error}") from None
 
 
 def _of_schema(schema: str, compact: bool) -> str:
