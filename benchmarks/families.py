@@ -66,7 +66,7 @@ def random_model(kind: str, settings: Settings, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     module = auto_class(kind).from_config(AutoConfig.for_model(kind, **settings), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in module.parameters():
+        for parameter in filter(torch.numel, module.parameters()):
             flat, size = parameter.dim() < 2, _own_size(parameter)
             parameter.normal_(0.5 * size if flat else 0.0, 0.3 * size if flat else parameter.shape[-1] ** -0.5)
         for part in module.modules():  # transformers sets these rows to zero when it loads some types

@@ -152,7 +152,8 @@ def attention(context: PlanContext, c: Attention, measured: bool = False) -> Ite
         return
     base, out = _attention_spec(context, c), context.buffer(c.out)
     if out.stride != c.heads * c.head_dim:
-        raise UnsupportedError(f"{c.heads} heads of {c.head_dim} are not whole blocks")
+        values = f"{c.heads} heads of {c.head_dim} are {c.heads * c.head_dim} values"
+        raise UnsupportedError(f"{values}, which GPU kernels do not fill up to {out.stride}: build for a CPU target")
     assert out.dtype != "q8"
     whole = replace(base, cut="whole", out=out.dtype)
     for work, specs in (("near", prefill_variants(whole)), ("far", far_variants(whole, context.target.capability))):

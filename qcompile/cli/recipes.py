@@ -94,8 +94,13 @@ def _list(json: bool) -> None:
     if json:
         console.print_json(listed)
         return
-    rows = [[*(_shown(facts, part) for part in _LISTED), facts["description"]] for facts in listed]
+    rows = [[*(_shown(facts, part) for part in _LISTED), _about(facts)] for facts in listed]
     console.show(console.table(["recipe", "weights", "activations", "cache", "head", "about"], rows, words=("about",)))
+
+
+def _about(facts: dict[str, Any]) -> str:
+    """What a recipe is, and whether it wants text to calibrate on."""
+    return str(facts["description"]) + "; calibrates (--calib)" * bool(facts["calibrated"])
 
 
 def _shown(facts: dict[str, Any], part: str) -> str:

@@ -25,6 +25,8 @@ def test_all_recipes_are_listed(capsys: Capture) -> None:
     table = capsys.readouterr().out
     assert [line.split()[0] for line in table.splitlines()] == ["recipe", *RECIPES]
     assert "int8_g128 (GPUs: int8)" in table
+    calibrating = [line.split()[0] for line in table.splitlines() if line.endswith("; calibrates (--calib)")]
+    assert calibrating == [name for name, recipe in RECIPES.items() if recipe.calibrated] and "qserve" in calibrating
     assert code_of("recipes", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in listed] == list(RECIPES) and listed[0]["kv"] == "kv32"
