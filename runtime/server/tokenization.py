@@ -37,6 +37,8 @@ class TokenizeRequest(BodyPart):
         if self.messages is None:
             if self.tools or self.chat_template_kwargs:
                 raise UsageError("tools and chat_template_kwargs need messages")
+            if self.continue_final_message or not self.add_generation_prompt:
+                raise UsageError("add_generation_prompt and continue_final_message need messages")
             return None
         asked = ChatRequest.model_construct(messages=self.messages, tools=self.tools)
         asked.chat_template_kwargs = self.chat_template_kwargs

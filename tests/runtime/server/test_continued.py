@@ -51,5 +51,11 @@ def test_what_cannot_be_continued_is_refused() -> None:
         prompt_of(harmony, "x", ChatRequest, **continued)
 
 
+@pytest.mark.parametrize("field", [{"add_generation_prompt": False}, {"continue_final_message": True}])
+def test_a_text_has_no_last_message(field: dict[str, bool]) -> None:
+    with pytest.raises(UsageError, match="add_generation_prompt and continue_final_message need messages"):
+        TokenizeRequest.model_validate({"prompt": "x"} | field).dialogue()
+
+
 def test_the_last_of_equal_texts_is_continued() -> None:
     assert up_to_content("<user>so</><assistant>so</>", "so") == "<user>so</><assistant>so"
