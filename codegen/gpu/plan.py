@@ -76,8 +76,8 @@ def kv_of(program: Program, layer: int) -> GpuKV:
 def chains_leaves(program: Program, layers: Sequence[GpuKV]) -> bool:
     """Whether attention sums the leaves of a split one after the other, in all layers alike.
 
-    For large heads, prompts then take two thirds of the time, but one sequence that decodes takes twice as long or
-    more: so only where most layers have recurrent states instead.
+    For large heads, attention of prompts then takes two thirds of the time, but attention of one sequence that decodes
+    two to four times as long (docs/gpu_kernels.md): so only beside recurrent states, where few layers have attention.
     """
     large = any(kv.dim > MOST_APART for kv in layers)
     hierarchical = any(kv.hierarchical for kv in layers)
