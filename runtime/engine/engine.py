@@ -111,11 +111,12 @@ class Engine:
             report.logprobs = [None]
         known, vocab = prompt if embeds is None else (), self.executor.limits.vocab
         biases = self._bans.table(params, self.postprocessor.ends(params))
+        state = grammar.start(sampled=params.temperature > 0) if grammar else None
         request = Request(
             spec=RequestSpec(self._next_id, len(prompt), min(wanted, self.context), params, owner),
             sequence=SequenceState(list(prompt), embeds=embeds),
             prompt_report=report,
-            sampler=Sampler(params, index, known, vocab, grammar.start() if grammar else None, TokenBiases(biases)),
+            sampler=Sampler(params, index, known, vocab, state, TokenBiases(biases)),
             output=CompletionOutput(index),
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             stream=StreamState(self._detokenizer(known, params), self._marks(params)),

@@ -34,6 +34,11 @@ def _memory(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address))
 
 
+_MOST_NEW = 16
+"""Most masks of a sampled text that are kept for others. Sampled texts soon differ from each other, so that most of
+their masks are asked for once, and to remember them costs a tenth of computing them."""
+
+
 class Masks(NamedTuple):
     """How an executor learns which tokens may follow: it asks `grammar` with the tokens after a position.
 
@@ -66,16 +71,17 @@ class Grammar:
         self.empty = self.known.start()
         """The number of the empty text."""
 
-    def start(self) -> GrammarState:
-        """The state at the start of a text."""
-        return GrammarState(self)
+    def start(self, sampled: bool = False) -> GrammarState:
+        """The state at the start of a text, which is the argmax of logits or sampled."""
+        return GrammarState(self, sampled)
 
 
 class GrammarState:
     """Follows a grammar along one text: the tokens that were noted, and for a while those that may come after them."""
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Grammar, sampled: bool = False) -> None:
         self.grammar, self._eos, self._guide = grammar, grammar.eos, grammar.guide
+        self._sampled, self._kept = sampled, 0  # how many masks of a sampled text were kept
         self.lexer = grammar.lexers.first
         """The lexer that masks are computed with. If it is changed, the next one is computed with the new one."""
         self._text: list[int] = []  # tokens that were noted
@@ -93,12 +99,14 @@ class GrammarState:
             if self._ahead[:1] != [token]:  # else the matcher has taken it before those after it
                 self._failed = token < 0 or not self._advance([token])
             self._text += self._ahead[:1]
-            self._number = self.grammar.known.after(self._number, self._ahead[:1])
+            if self._kept < _MOST_NEW:
+                self._number = self.grammar.known.after(self._number, self._ahead[:1])
             del self._ahead[:1]
 
     def text_after(self, ahead: Sequence[int]) -> int:
-        """The number of the text and `ahead` (`KnownMasks`)."""
-        return self.grammar.known.after(self._number, ahead)
+        """The number of the text and `ahead` (`KnownMasks`), a new one if masks of this text are no longer kept."""
+        known = self.grammar.known
+        return known.after(self._number, ahead) if self._kept < _MOST_NEW else known.start()
 
     def fill(self, ahead: list[int], address: int, words: int) -> None:
         """Write the mask of the tokens that may follow the text and `ahead`: uint32 [words] at an address.
@@ -109,22 +117,24 @@ class GrammarState:
         if self._failed:
             ctypes.memset(address, 0, 4 * words)
             return
-        text = self.text_after(ahead)
-        known = None if self._ended else self.grammar.known.get(text)
-        if known is not None and len(known) == 4 * words:
-            ctypes.memmove(address, known, 4 * words)
-            return
+        text = None
+        if self._kept < _MOST_NEW and not self._ended:
+            text = self.text_after(ahead)
+            known = self.grammar.known.get(text)
+            if known is not None and len(known) == 4 * words:
+                ctypes.memmove(address, known, 4 * words)
+                return
         if self._using is not self.lexer:
             self._restart()
         while not self._filled(ahead, text, address, words) and self._renew():
             pass
 
-    def _filled(self, ahead: list[int], text: int, address: int, words: int) -> bool:
-        """`fill`; `text` is the number of the text. False if the grammar exceeds a limit.
+    def _filled(self, ahead: list[int], text: int | None, address: int, words: int) -> bool:
+        """`fill`; `text` is the number by which the mask is kept. False if the grammar exceeds a limit.
 
         While a step runs, the weights take the place of this code in the caches: what is done for each mask is short.
         """
-        if self._ended or not self._eos.isdisjoint(ahead):
+        if self._ended or (ahead and not self._eos.isdisjoint(ahead)):
             ctypes.memset(address, 255, 4 * words)
             return True
         if self._advance(ahead) == len(ahead):
@@ -136,18 +146,22 @@ class GrammarState:
             ctypes.memset(address, 0, 4 * words)
             return False
         written = bytes(_memory(address, 4 * words))
-        if len(written.strip(b"\0")) <= 1 or self._has_end(written):
+        if written.count(0) >= len(written) - 1 or self._has_end(written):
             mask = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address))
             self._allow_spelled(mask)
             self._forbid_ends_within(mask)
             written = mask.tobytes()
-        if not self._ends_within:
+        if text is not None and not self._ends_within:
             self.grammar.known.keep(text, written)
+            self._kept += self._sampled
         return True
 
     def _has_end(self, mask: bytes) -> bool:
-        """Whether a mask allows an end of text."""
-        return any(mask[byte] & bit for byte, bit in self.grammar.ends)
+        """Whether a mask allows an end of text. A loop, as a generator costs more for each mask."""
+        for byte, bit in self.grammar.ends:  # noqa: SIM110
+            if mask[byte] & bit:
+                return True
+        return False
 
     def _forbid_ends_within(self, mask: npt.NDArray[np.uint32]) -> None:
         """Allow no end of text where the grammar goes on behind it: a grammar may name tokens, also those."""
@@ -210,6 +224,8 @@ class GrammarState:
 
     def _take(self, ahead: list[int]) -> int:
         """`_advance`. The matcher is in error if the grammar exceeds a limit."""
+        if not ahead and not self._ahead:
+            return 0
         shared = len(self._ahead)
         if self._ahead != ahead[:shared]:
             shared = next(i for i, (a, b) in enumerate(zip_longest(self._ahead, ahead)) if a != b)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qcompile.runtime.sampling import known_masks
+from qcompile.runtime.sampling import known_masks, masks
 from qcompile.runtime.sampling.known_masks import KnownMasks
 from qcompile.runtime.sampling.masks import Grammar, GrammarState
 
@@ -147,3 +147,23 @@ def test_several_threads_agree_on_numbers() -> None:
     for thread in threads:
         thread.join()
     assert all(numbers == result[0] for numbers in result) and len(set(result[0])) == 300
+
+
+def test_a_sampled_text_keeps_only_its_first_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sampled texts do not come again: to keep their masks costs time, and drives out those of greedy texts."""
+    monkeypatch.setattr(masks, "_MOST_NEW", 3)
+    both = grammar()
+    first, again = both.start(sampled=True), both.start(sampled=True)
+    for token in range(6):
+        assert allowed(first) == set(range(token, 64))
+        first.note(token)
+    computed()
+    counts = []
+    for token in range(6):
+        assert allowed(again) == set(range(token, 64))
+        counts.append(computed())
+        again.note(token)
+    assert counts == [0, 0, 0, 1, 1, 1]
+    known = both.start(sampled=True)  # what two texts have kept, a third one has, and keeps as much behind it
+    assert [(len(allowed(known)), known.note(token), computed())[2] for token in range(6)] == [0] * 6
+    assert first.text_after([]) != first.text_after([])
