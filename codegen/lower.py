@@ -162,7 +162,7 @@ def _activation(x: fx.Node) -> str:
 def _gemm(low: Lowering, node: fx.Node) -> Call:
     given = ops.operands(node)
     weight, format, epilogue, activation = given.weight, str(given.format), given.epilogue, _activation(given.x)
-    n, k = weight.meta["val"][0].shape
+    n, k = weight_format(format).shape(weight.meta["val"])
     logits = "storage" not in node.meta
     if logits and epilogue != "store":
         raise PassError("codegen", node.name, f"logits cannot come from a gemm that ends in {epilogue}")

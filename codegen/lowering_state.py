@@ -27,6 +27,7 @@ from qcompile.codegen.sizes import round_up
 from qcompile.errors import PassError
 from qcompile.formats.blocks import as_blob, pack_vector, packed_vector_bytes
 from qcompile.formats.floats import TABLE_TYPES
+from qcompile.formats.registry import weight_format
 from qcompile.formats.rounding import Parts
 from qcompile.graph import Graph
 
@@ -175,7 +176,7 @@ class Lowering:
             n, k = nested.meta["val"][0].shape
             return {role: whole[role] for role in self.table_of_weights.packing.sizes(n, k, format, activation)}
         w = ops.operand(node, "w") if ops.has_operand(node, "w") else node
-        n, k = node.meta["val"][0].shape  # of the codes
+        n, k = weight_format(format).shape(node.meta["val"])
         sizes = self.table_of_weights.packing.sizes(n, k, format, activation)
 
         def blobs() -> Iterator[Tensor]:

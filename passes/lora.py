@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from qcompile import ops
 from qcompile.artifact import adapted
 from qcompile.errors import PassError, UsageError
+from qcompile.formats.registry import weight_format
 from qcompile.graph import Graph
 from qcompile.passes.adapted_linears import WeightStep, WeightTerm, terms_of, weights_read
 from qcompile.passes.base import Pass, PassResult
@@ -68,6 +69,12 @@ def _known_terms(gemm: fx.Node) -> list[WeightTerm] | PassError:
         return error
 
 
+def _shape(gemm: fx.Node) -> tuple[int, int]:
+    """[N, K] of the weight of a gemm."""
+    given = ops.operands(gemm)
+    return weight_format(given.format).shape(given.weight.meta["val"])
+
+
 def _insert(graph: Graph, node: fx.Node, number: int, ranks: int) -> None:
     """Let rows' adapters change the gemm `node`; the ranks of its terms add up to `ranks`."""
     given = ops.named(node)
@@ -77,7 +84,7 @@ def _insert(graph: Graph, node: fx.Node, number: int, ranks: int) -> None:
         shrunk = graph.call("lora_shrink", given["x"], site=number, ranks=ranks)
     with graph.fx.inserting_after(node):
         if kind is not None:
-            whole = given | {"epilogue": "store", "width": given["weight"].meta["val"][0].shape[0]}
+            whole = given | {"epilogue": "store", "width": _shape(node)[0]}
             gemm = graph.call("gemm", **whole)
             gemm.meta["precision"] = node.meta.get("precision")
     with graph.fx.inserting_after(gemm):
@@ -177,7 +184,7 @@ def described(graph: Graph, rank: int) -> adapted.Adapted:
 
     descriptions = []
     for site in sites(graph):
-        n, k = ops.operand(site.gemm, "weight").meta["val"][0].shape
+        n, k = _shape(site.gemm)
         x: fx.Node = ops.operand(site.gemm, "x")
         factors = "f32" if x.meta["val"][0].dtype == torch.float32 else "bf16"
         descriptions.append(adapted.Site(site.gemm.name, k, n, factors, tuple(map(term, site.terms))))

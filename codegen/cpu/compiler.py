@@ -6,7 +6,6 @@ Builds are reproducible: no paths, times, build ids or compiler banners go into 
 from __future__ import annotations
 
 import hashlib
-import shutil
 import subprocess
 import tempfile
 from functools import cache
@@ -16,9 +15,10 @@ from threading import Event
 from qcompile import user_cache
 from qcompile.codegen import children
 from qcompile.errors import ResourceError
+from qcompile.formats import native
 from qcompile.targets import Target
 
-COMPILERS = ("g++", "clang++")
+find = native.find
 
 _COMMON: tuple[str, ...] = (
     "-std=gnu++17",
@@ -41,16 +41,6 @@ _COMMON: tuple[str, ...] = (
     "-Wl,--as-needed",
     "-Wl,-s",
 )
-
-
-@cache
-def find() -> str:
-    """Path of the C++ compiler: g++, else clang++. ResourceError when neither is on the PATH."""
-    for name in COMPILERS:
-        path = shutil.which(name)
-        if path:
-            return path
-    raise ResourceError("no C++ compiler found: put g++ or clang++ on the PATH (Debian: apt install g++)")
 
 
 @cache

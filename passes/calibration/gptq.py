@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qcompile.formats.rounding import Parts, by_group
 from qcompile.formats.weight import Grid, Rounding
+from qcompile.passes.calibration.refit import refitted
 
 _COLUMNS = 128
 """Inputs that GPTQ processes before it updates the rest of the weight; affects only speed."""
@@ -59,7 +60,8 @@ def choose(
 
     The moments were measured on `tokens` tokens, or are exact (None). `damping`, relative to the mean of H's diagonal,
     is added to the diagonal before H is inverted. `descent` is the maximum number of coordinate-descent sweeps after
-    GPTQ.
+    GPTQ. Formats with `refit` try no ranges when they clip: scales are fitted to the codes before every sweep, and at
+    the end.
     """
     w, hessian = w.float(), hessian.float()
     notes = _singularity_notes(hessian, damping, tokens) if gptq else ()
@@ -67,11 +69,17 @@ def choose(
     plain = rounding.fit(w, 1.0)
     energy = _energy(w, hessian)
     nearest = plain.round(w)
-    grid = clipped(w, hessian, rounding) if clip else plain
+    grid = clipped(w, hessian, rounding) if clip and len(rounding.ratios) > 1 else rounding.fit(w, 1.0)
     values, more = gptq_round(w, hessian, grid, damping) if gptq else (grid.round(w), ())
     notes += more
-    if gptq and descent:
-        values = descended(w, values, hessian, grid, damping, descent)
+    sweeps = descent if gptq else 0
+    if clip and rounding.refit:
+        for _ in range(sweeps):
+            grid, values = refitted(w, values, hessian, grid)
+            values = descended(w, values, hessian, grid, damping, 1)
+        grid, values = refitted(w, values, hessian, grid)
+    elif sweeps:
+        values = descended(w, values, hessian, grid, damping, sweeps)
     before, after = (_energy(w - q, hessian) / max(energy, 1e-30) for q in (nearest, values))
     if after > before:  # possible if the Hessian carries almost no information
         return Choice(plain.parts(nearest, w), before, before, (*notes, "rounding to nearest was no worse and is kept"))
@@ -142,14 +150,15 @@ def gptq_round(w: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[
     whole = w.T[order].contiguous()  # [K, N]
     rest = whole.clone()  # still to be rounded, with the errors so far compensated
     values = torch.empty_like(rest)
-    groups = order.div(grid.group, rounding_mode="floor").tolist()
+    groups, places = order.div(grid.group, rounding_mode="floor").tolist(), order.tolist()
     sides = [part.T.contiguous() for part in (grid.step, grid.zero, grid.low, grid.high)]  # [groups, N]
     for start in range(0, k, _COLUMNS):
         stop = min(start + _COLUMNS, k)
         errors = torch.empty(stop - start, w.shape[0])
         for i in range(start, stop):
             step, zero, low, high = (part[groups[i]] for part in sides)
-            values[i] = grid.nearest(rest[i], step, zero, *grid.limits(whole[i], step, zero, low, high))
+            limits = grid.limits(whole[i], step, zero, low, high)
+            values[i] = grid.nearest_of_input(places[i], rest[i], step, zero, *limits)
             error = (rest[i] - values[i]) / factor[i, i]
             rest[i + 1 : stop].addr_(factor[i, i + 1 : stop], error, alpha=-1)
             errors[i - start] = error
@@ -171,7 +180,7 @@ def descended(w: Tensor, values: Tensor, hessian: Tensor, grid: Grid, damping: f
     matrix.diagonal().add_(damping * (float(matrix.diagonal().mean()) or 1.0))
     whole, rounded = w.T[order].contiguous(), values.T[order].contiguous()  # [K, N]
     pull = matrix @ (whole - rounded)  # minus half the gradient of the error
-    groups = order.div(grid.group, rounding_mode="floor").tolist()
+    groups, places = order.div(grid.group, rounding_mode="floor").tolist(), order.tolist()
     sides = [part.T.contiguous() for part in (grid.step, grid.zero, grid.low, grid.high)]  # [groups, N]
     for _ in range(sweeps):
         changed = 0
@@ -181,7 +190,8 @@ def descended(w: Tensor, values: Tensor, hessian: Tensor, grid: Grid, damping: f
             for i in range(start, stop):
                 step, zero, low, high = (part[groups[i]] for part in sides)
                 limits = grid.limits(whole[i], step, zero, low, high)
-                better = grid.nearest(rounded[i] + pull[i] / matrix[i, i], step, zero, *limits)
+                target = rounded[i] + pull[i] / matrix[i, i]
+                better = grid.nearest_of_input(places[i], target, step, zero, *limits)
                 torch.sub(better, rounded[i], out=moves[i - start])
                 rounded[i] = better
                 pull[start:stop].addr_(matrix[start:stop, i], moves[i - start], alpha=-1)

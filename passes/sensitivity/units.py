@@ -101,7 +101,7 @@ def units(quantized: Graph, assigned: Graph) -> tuple[list[GemmUnit], int]:
         if not parts:
             raise UnsupportedError(f"node {gemm.name}: no linear of the model has its weights {', '.join(names)}")
         roles = _distinct(role for site in parts for role in site.roles)
-        outputs, inputs = ops.operand(gemm, "weight").meta["val"][0].shape  # of the codes
+        outputs, inputs = weight_format(ops.operand(gemm, "format")).shape(ops.operand(gemm, "weight").meta["val"])
         of_experts = ops.name_of(gemm.target) == "expert_gemm"
         share = _share(gemm) if of_experts else 1.0
         named = _distinct(site.names[0] for site in parts)

@@ -13,6 +13,7 @@ from qcompile.formats.nested import NESTED_4, NESTED_8_4
 from qcompile.formats.nvfp4 import NVFP4
 from qcompile.formats.qoq import QOQ_CHANNEL, QOQ_G128
 from qcompile.formats.symmetric import W8_SYM_CHANNEL, W8_SYM_G32, W8_SYM_G64, W8_SYM_G128
+from qcompile.formats.trellis import W2_TRELLIS_G128, W3_TRELLIS_G128, W4_TRELLIS_G128
 from qcompile.formats.weight import WeightFormat
 from qcompile.plugins.entries import PluginEntry, entries
 
@@ -21,6 +22,7 @@ STORED_FORMATS: dict[str, WeightFormat] = {
     for format in (
         *(F32, BF16, W8_SYM_CHANNEL, W8_SYM_G32, W8_SYM_G64, W8_SYM_G128, W4_ASYM_G128, W4_ASYM_G64, W4_ASYM_G32),
         *(W3_ASYM_G128, QOQ_G128, QOQ_CHANNEL, MXFP4, NVFP4, NESTED_8_4, MIX_4_8),
+        *(W4_TRELLIS_G128, W3_TRELLIS_G128, W2_TRELLIS_G128),
     )
 }
 """Formats that tensors of an artifact can have."""

@@ -84,6 +84,10 @@ class Grid:
         """Grid values nearest to the entries of w, for these steps, zeros and code bounds (broadcast)."""
         return self.format.nearest(w, step, zero, low, high)
 
+    def nearest_of_input(self, k: int, w: Tensor, step: Tensor, zero: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """Grid values nearest to w [N], entries of input `k`, for these steps, zeros and code bounds [N]."""
+        return self.nearest(w, step, zero, low, high)
+
     def round(self, w: Tensor) -> Tensor:
         """w [N, K] rounded to the nearest grid values."""
         grouped = by_group(w, self.group)  # [N, groups, group]
@@ -112,11 +116,12 @@ class Grid:
 class Rounding:
     """How to fit a format: `fit(w, ratio)`, and the range ratios that clipping tries.
 
-    `ratio` is a number, or a tensor [N, groups] with one per group.
+    `ratio` is a number, or a tensor [N, groups] with one per group. refit: scales are fitted again to the codes chosen.
     """
 
     fit: Callable[[Tensor, Tensor | float], Grid]
     ratios: tuple[float, ...]
+    refit: bool = False
 
 
 FINE_RATIOS = tuple(1 - 0.025 * i for i in range(20))
@@ -135,6 +140,7 @@ class WeightFormat(ABC):
       format in which kernels read its part.
     - `upper`: the format of the first parts, if those alone are a coarser weight. Calibration compensates for that one.
     - `marks_rows`: whether some rows have more bits, marked before rounding.
+    - `rows_together`: outputs of which the codes of an input depend on each other; a share of them is whole sequences.
     - `expert_fallback`: the name of the format that experts get instead, if packed rows cannot be sliced by expert.
     - `cpu_headers`: headers of its CPU kernels that gemm.h does not include. `gpu`: its GPU kernels.
     """
@@ -152,6 +158,7 @@ class WeightFormat(ABC):
     read: WeightFormat | None = None
     upper: WeightFormat | None = None
     marks_rows: bool = False
+    rows_together: int = 1
     expert_fallback: str = ""
     cpu_headers: tuple[str, ...] = ()
     gpu: GpuSupport = NO_GPU
@@ -184,6 +191,11 @@ class WeightFormat(ABC):
         """Shapes and dtypes of the parts of a weight of `shape` [N, K]."""
         n, k = shape
         return [(part.shape(n, k, self.group), part.dtype) for part in self.parts]
+
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        """[N, K] of a weight with these parts."""
+        n, k = parts[0].shape
+        return n, k
 
     # ---- other formats -----------------------------------------------------------------------------
 

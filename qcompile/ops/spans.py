@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from qcompile.errors import UnsupportedError
 from qcompile.formats.registry import weight_format
-from qcompile.formats.weight import Part, Per
+from qcompile.formats.weight import Part, Per, WeightFormat
 from qcompile.ops.registry import define
 
 
@@ -37,8 +38,14 @@ def _taken(w: Tensor, spans: list[int], axis: int) -> Tensor:
     return torch.cat([w.narrow(axis, start, stop - start) for start, stop in pairs(spans)], axis)
 
 
-def _part_spans(part: Part, group: int, spans: list[int], axis: int) -> list[int] | None:
+def _part_spans(part: Part, kind: WeightFormat, spans: list[int], axis: int) -> list[int] | None:
     """`spans` along `axis` of a weight [N, K] (0: rows) in entries of `part`; None if the part has no such axis."""
+    group, together = kind.group, kind.rows_together
+    if axis == 0 and part.per is Per.WEIGHT and together > 1:
+        if uneven := [place for place in spans if place % together]:
+            reason = f"codes of {together} outputs are stored together, and no such sequence begins at {uneven[0]}"
+            raise UnsupportedError(f"weights in {kind.name} cannot be divided here: {reason}")
+        return [place // together for place in spans]
     if part.per is Per.TENSOR or (axis == 1 and part.per is Per.ROW):
         return None
     if axis == 1 and part.per is Per.GROUP:
@@ -50,7 +57,7 @@ def _part_spans(part: Part, group: int, spans: list[int], axis: int) -> list[int
 
 def _fake_parts(weight: list[Tensor], format: str, spans: list[int], axis: int) -> list[Tensor]:
     kind = weight_format(format)
-    places = [_part_spans(part, kind.group, spans, axis) for part in kind.parts]
+    places = [_part_spans(part, kind, spans, axis) for part in kind.parts]
     pieces = zip(weight, places, strict=True)
     return [torch.empty_like(w) if own is None else _fake_taken(w, own, axis) for w, own in pieces]
 
@@ -62,6 +69,6 @@ def take_parts(weight: list[Tensor], format: str, spans: list[int], axis: int) -
     Columns are cut between groups. Scales and codes stay those of the whole weight, however it is divided.
     """
     kind = weight_format(format)
-    places = [_part_spans(part, kind.group, spans, axis) for part in kind.parts]
+    places = [_part_spans(part, kind, spans, axis) for part in kind.parts]
     pieces = zip(weight, places, strict=True)
     return [w.clone() if own is None else _taken(w, own, axis) for w, own in pieces]

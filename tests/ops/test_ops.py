@@ -247,7 +247,8 @@ def test_gemm_multiplies_what_its_parts_stand_for(format: str) -> None:
     x, w = rand(3, 200), rand(20, 200)
     parts, weight = activation_format(dtype).quantize(x, 200), weight_format(format).quantize(w)
     y = ops.gemm(parts, weight, None, None, format, "store", 20)
-    assert (y - x @ w.T).norm() / (x @ w.T).norm() < 0.2  # a 4-bit weight's own error is 0.11
+    most = {2: 0.4, 3: 0.3}.get(weight_format(format).bits, 0.2)  # the own error of weights in 4 bits is 0.11
+    assert (y - x @ w.T).norm() / (x @ w.T).norm() < most
 
 
 def test_gated_epilogue_pairs_gate_and_up_rows() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qcompile import check, ops
-from qcompile.errors import PassError, UsageError
+from qcompile.errors import PassError, UnsupportedError, UsageError
 from qcompile.formats.mixed import MIX_4_8
 from qcompile.formats.registry import STORED_FORMATS
 from qcompile.graph import Graph
@@ -209,13 +209,23 @@ def test_ranks_of_a_quantized_graph(recipe: str) -> None:
 @pytest.mark.parametrize("format", STORED_FORMATS)
 def test_codes_and_scales_do_not_depend_on_ranks(format: str) -> None:
     kind = STORED_FORMATS[format]
-    weight = torch.randn(40, 384 + 20, generator=torch.Generator().manual_seed(0))
-    parts = MIX_4_8.quantize_rows(weight, torch.arange(40) % 3 == 0) if kind is MIX_4_8 else kind.quantize(weight)
+    a, b, c, n = (place * kind.rows_together for place in (1, 2, 4, 5)) if kind.rows_together > 1 else (3, 9, 32, 40)
+    weight = torch.randn(n, 384 + 20, generator=torch.Generator().manual_seed(0))
+    parts = MIX_4_8.quantize_rows(weight, torch.arange(n) % 3 == 0) if kind is MIX_4_8 else kind.quantize(weight)
     values = kind.dequantize(parts, 404)
-    rows = ops.take_parts(parts, format, [3, 9, 32, 40], 0)
-    assert torch.equal(kind.dequantize(rows, 404), torch.cat((values[3:9], values[32:40])))
+    rows = ops.take_parts(parts, format, [a, b, c, n], 0)
+    assert torch.equal(kind.dequantize(rows, 404), torch.cat((values[a:b], values[c:n])))
     columns = ops.take_parts(parts, format, [128, 384 + 20], 1)
     assert torch.equal(kind.dequantize(columns, 276), values[:, 128:])
+
+
+def test_outputs_with_codes_in_common_are_not_divided() -> None:
+    kind = STORED_FORMATS["w2_trellis_g128"]
+    parts = kind.quantize(torch.randn(128, 128, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(
+        UnsupportedError, match="codes of 64 outputs are stored together, and no such sequence begins at 32"
+    ):
+        ops.take_parts(parts, kind.name, [32, 128], 0)
 
 
 OTHERS: dict[str, dict[str, Any]] = {

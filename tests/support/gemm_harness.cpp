@@ -3,6 +3,7 @@
 
 #include "gemm_groups.h"
 #include "gemm_nvfp4.h"
+#include "gemm_trellis.h"
 #include "gemm_w3.h"
 #include "penalties.h"
 #include "report.h"
@@ -89,6 +90,9 @@ int harness_gemm(int format, const Gemm* g, const void* x, const Q8Act* q, int t
     case 26: gemm_w4_asym_g32_bf16(*g, (const uint16_t*)x, worker); return 0;
     case 27: gemm_w4_asym_g64_bf16(*g, (const uint16_t*)x, worker); return 0;
     case 28: gemm_w3_asym_g128_bf16(*g, (const uint16_t*)x, worker); return 0;
+    case 29: gemm_w2_trellis_g128_bf16(*g, (const uint16_t*)x, worker); return 0;
+    case 30: gemm_w3_trellis_g128_bf16(*g, (const uint16_t*)x, worker); return 0;
+    case 31: gemm_w4_trellis_g128_bf16(*g, (const uint16_t*)x, worker); return 0;
   }
   return 1;
 }

@@ -27,6 +27,7 @@ FORMATS = [
     "nvfp4", "nvfp4_x128", "nvfp4_bf16",
     "w4_asym_g32", "w4_asym_g64", "w8_sym_g32", "w8_sym_g128", "w4_asym_g32_x128", "w8_sym_g64_x128",
     "w4_asym_g32_bf16", "w4_asym_g64_bf16", "w3_asym_g128_bf16",
+    "w2_trellis_g128_bf16", "w3_trellis_g128_bf16", "w4_trellis_g128_bf16",
 ]  # fmt: skip
 FLOAT_FORMATS = ["f32", *(fmt for fmt in FORMATS if fmt.endswith("bf16"))]
 INT_FORMATS = [fmt for fmt in FORMATS if fmt not in FLOAT_FORMATS]
@@ -91,6 +92,8 @@ def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -
     fmt = fmt.removesuffix("_x128")
     if fmt.startswith("nvfp4"):
         return random_nvfp4(rows, kp, k, rng)
+    if "trellis" in fmt:
+        return random_trellis(int(fmt[1]), rows, kp, rng)
     size = SMALL_GROUPS.get(fmt.removesuffix("_bf16"), 128)
     groups = ceil_to(kp, size) // size
     group_of = np.arange(kp) // size
@@ -146,6 +149,21 @@ def random_weight(fmt: str, n: int, kp: int, k: int, rng: np.random.Generator) -
         buffers["low"] = pack_nibbles(low)
         difference += (low - 8.0) / 8
     return Weight(buffers, difference * scale_g[:, group_of].astype(float))
+
+
+def random_trellis(bits: int, rows: int, kp: int, rng: np.random.Generator) -> Weight:
+    """Any bits are a path. Row r of block b of a sequence of 64 rows is at the place 4 r + b."""
+    codes = rng.integers(0, 256, (ceil_to(rows, 64) // 64, kp, 8 * bits)).astype(np.uint8)
+    stream = np.unpackbits(codes, axis=-1, bitorder="little")
+    value = np.empty((rows, kp))
+    for row in range(rows):
+        first = bits * (4 * (row % 16) + row // 16 % 4)
+        window = stream[row // 64][:, (first + np.arange(12)) % (64 * bits)].astype(np.uint64)
+        hashed = (window @ (1 << np.arange(12, dtype=np.uint64)) * 2095692331 + 3164817360) % 2**32
+        value[row] = hashed.astype("<u4").view(np.uint8).reshape(-1, 4).sum(1, dtype=np.int64) - 510
+    scale = to_bf16(rng.uniform(0.5, 2, (rows, ceil_to(kp, 128) // 128)) / 100)
+    buffers = {"codes": codes, "group_scale": blocks(scale).astype("<u2")}
+    return Weight(buffers, value * np.repeat(from_bf16(scale).astype(float), 128, 1)[:, :kp])
 
 
 def random_nvfp4(rows: int, kp: int, k: int, rng: np.random.Generator) -> Weight:
