@@ -1,11 +1,12 @@
-"""SIGKILL of a build, a server and a replica at random moments: what is left, and what clients see.
+"""SIGKILL of a build, a server, a replica and a rank at random moments: what is left, and what clients see.
 
-    python benchmarks/kill.py [--rounds 20] [--kinds build,server,replica] [--model samples/pycode-1m] [--out FILE]
+    python benchmarks/kill.py [--rounds 20] [--kinds build,server,replica,rank] [--model samples/pycode-1m] [--out FILE]
 
 A killed build must leave the artifact that was there, or none, and the next build removes what it left beside it. The
 clients of a killed server must see an end within 5 seconds, and a server starts again on its port and gives the same
-answers. The clients of a killed replica get their answer or an error within 5 seconds, and it starts again. Exit code 4
-if anything of this fails.
+answers. The clients of a killed replica get their answer or an error within 5 seconds, and it starts again. Of a model
+that two processes compute, either is killed: clients see an end within 5 seconds, no process is left, and the model
+starts again. Exit code 4 if anything of this fails.
 """
 
 from __future__ import annotations
@@ -204,16 +205,53 @@ def _both(process: subprocess.Popen[str], port: int) -> list[int]:
         told = json.loads(connection.getresponse().read())
         connection.close()
         if all(one["status"] == "ok" for one in told["replicas"]):
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii")
-            return [int(pid) for pid in children.split()]
+            return _children(process)
         time.sleep(0.1)
+
+
+def _children(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that a process has started."""
+    of_threads = Path(f"/proc/{process.pid}/task").glob("*/children")
+    return [int(pid) for file in of_threads for pid in file.read_text(encoding="ascii").split()]
+
+
+def ranks(artifact: Path, rounds: int, chance: random.Random) -> Seen:
+    """Kill one of two ranks while they answer: the server's process, or the one that it has started."""
+    seen, port, right = Seen(), 0, ""
+    for number in range(rounds + 1):
+        with serving(artifact, port, "--threads", "1") as process:
+            port = port_of(process)
+            follower = _children(process)[0]
+            told = answer(port)
+            right = right or told
+            seen.faults += ["after a kill, the ranks give another answer"] * (told != right or not told)
+            if number == rounds:
+                return seen
+            clients = Clients(port, right)
+            time.sleep(chance.uniform(0, 0.5))
+            killed = time.monotonic()
+            os.kill(chance.choice([process.pid, follower]), signal.SIGKILL)
+            clients.wait(seen, killed, True)
+            seen.kills += 1
+            seen.faults += ["a process was left"] * (not _ends(process, follower))
+    return seen
+
+
+def _ends(process: subprocess.Popen[str], follower: int) -> bool:
+    """Whether the server's process and the one that it has started end within seconds."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        if process.poll() is not None and not Path(f"/proc/{follower}").exists():
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def main() -> int:
     """Kill, and write the result file. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--kinds", default="build,server,replica")
+    parser.add_argument("--kinds", default="build,server,replica,rank")
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "samples" / "pycode-1m")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kill.json")
@@ -231,6 +269,13 @@ def main() -> int:
             result["server"] = servers(artifact, given.rounds, chance).told()
         if "replica" in kinds:
             result["replica"] = replicas(artifact, given.rounds, chance).told()
+        if "rank" in kinds:
+            divided = Path(folder) / "divided"
+            recipe = ["--recipe", "bf16"]  # groups of inputs need not divide over ranks
+            _run(
+                [*COMMAND, "build", str(given.model), "-o", str(divided), "-q", *recipe, "--tensor-parallel-size", "2"]
+            )
+            result["rank"] = ranks(divided, given.rounds, chance).told()
     write_result(given.out, {"model": given.model.name, "seed": given.seed, **result})
     return QualityError.exit_code if any(kind["faults"] for kind in result.values()) else 0
 
