@@ -58,6 +58,7 @@ def open_model(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedMo
 
 def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:
     from qcompile.runtime.cpu.load import open_cpu
+    from qcompile.runtime.cpu.rank_sleep import DividedMemory
     from qcompile.runtime.cpu.sleep import CpuMemory
 
     ranks = len(manifest["runtime"].get("ranks") or [0])
@@ -72,7 +73,8 @@ def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
     few = max(executor.kv_pages // 4, executor.limits.pages_for(executor.limits.max_position))
     adapters = open_table(root, manifest, options.lora or {}, artifact.pointers, executor.kv_pages)
     most_cached = None if granted is not None else few
-    memory = f"{ranks} processes compute it together" if ranks > 1 else CpuMemory(artifact, executor.caches)
+    own = CpuMemory(artifact, executor.caches)
+    memory = DividedMemory(own, executor.ranks) if executor.ranks else own
     return OpenedModel(executor, drafter, tokenizer, artifact, most_cached, adapters, memory)
 
 

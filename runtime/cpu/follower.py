@@ -1,7 +1,8 @@
 """The process of a rank but the first: it opens its part of a divided model and runs the steps that rank 0 plans.
 
 Its argument is the file descriptor of the memory that ranks share, and its first line of standard input has the
-settings. It prints one line of JSON once it is ready, or that says why it is not. It ends when rank 0 closes the model,
+settings. It prints one line of JSON once it is ready, or that says why it is not; then it answers each further line
+(rank_sleep.py). It ends when rank 0 closes the model,
 when a rank fails, and when its standard input is closed, as the end of rank 0's process does.
 """
 
@@ -17,7 +18,9 @@ import time
 from qcompile.artifact.reader import read_same_manifest
 from qcompile.errors import QCompileError
 from qcompile.runtime.cpu.load import open_rank
+from qcompile.runtime.cpu.rank_sleep import FollowerMemory
 from qcompile.runtime.cpu.ranks import RankSettings, SharedMemory, join
+from qcompile.runtime.cpu.sleep import CpuMemory
 from qcompile.runtime.loader import load_artifact
 
 _PATIENCE = 3.0
@@ -29,12 +32,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is rank 0's, which ends the others
     settings = RankSettings(**json.loads(sys.stdin.readline()))
     memory = SharedMemory(settings.size, int(sys.argv[1]))
-    threading.Thread(target=_watch, args=(memory,), daemon=True).start()
+    opened: list[FollowerMemory] = []
+    threading.Thread(target=_watch, args=(memory, opened), daemon=True).start()
     try:
         manifest = read_same_manifest(settings.root, settings.sealed)
         artifact = load_artifact(settings.root, manifest, settings.rank)
         executor = open_rank(artifact, settings)
         assert executor.handle
+        opened.append(FollowerMemory(CpuMemory(artifact, executor.caches), memory, settings.rank))
         join(artifact.library, executor.handle, memory, len(manifest["runtime"]["ranks"]), settings.rank)
     except QCompileError as error:
         print(json.dumps({"error": str(error)}), flush=True)
@@ -44,9 +49,10 @@ def main() -> None:
     executor.close()
 
 
-def _watch(memory: SharedMemory) -> None:
-    """Wait for the end of rank 0's process, and end this one."""
-    sys.stdin.read()
+def _watch(memory: SharedMemory, opened: list[FollowerMemory]) -> None:
+    """Do what rank 0 asks once the model is opened; at the end of rank 0's process, end this one."""
+    for line in sys.stdin:
+        print(json.dumps(opened[0].obey(json.loads(line))), flush=True)
     memory.fail()
     time.sleep(_PATIENCE)
     os._exit(1)

@@ -18,7 +18,8 @@ from qcompile.runtime.ranks.crew import start
 from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.ranks.processes import RankProcess
 
-_FAILED, _ENDED = 0, 1  # words of the header: RankHeader in ranks.h
+# Words of the header: RankHeader in ranks.h. A count has 16 words; those of finished steps follow that of planned ones.
+_FAILED, _ENDED, _PLANNED, _COUNT = 0, 1, 16, 16
 _PATIENCE = 5.0
 """Seconds that a rank has to end by itself."""
 
@@ -37,7 +38,7 @@ class SharedMemory:
         except OSError as error:
             raise ResourceError(f"cannot share {size:,} bytes of memory between ranks: {error}") from error
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._words = (ctypes.c_uint32 * 2).from_buffer(self._map)
+        self._words = (ctypes.c_uint32 * (size // 4)).from_buffer(self._map)
 
     @property
     def failed(self) -> bool:
@@ -51,6 +52,10 @@ class SharedMemory:
     def end(self) -> None:
         """Make the other ranks end, after their step."""
         self._words[_ENDED] = 1
+
+    def settled(self, rank: int) -> bool:
+        """Whether a rank but the first has finished all steps that rank 0 has planned."""
+        return bool(self._words[_PLANNED] == self._words[_PLANNED + _COUNT * (1 + rank)])
 
     def close(self) -> None:
         """Close the file; the memory stays until nothing refers to it."""
@@ -113,6 +118,12 @@ class RankProcesses:
     def pids(self) -> list[int]:
         """The processes' numbers, from rank 1 on."""
         return [process.pid for process in self._processes]
+
+    def ask(self, what: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answer of each process to a line of JSON. No step may run. Raises ResourceError if one has ended."""
+        for process in self._processes:
+            process.tell(what)
+        return [process.answer(doing="after it loaded") for process in self._processes]
 
     def _watch(self, process: RankProcess) -> None:
         process.wait()

@@ -88,18 +88,21 @@ class RankProcess(ABC):
             self._to.write(json.dumps(what) + "\n")
             self._to.flush()
 
-    def answer(self, seconds: float | None = None) -> dict[str, Any]:
-        """The next line. Raises ResourceError with what it says if it has failed, and if none comes in `seconds`."""
+    def answer(self, seconds: float | None = None, doing: str = "while it loaded") -> dict[str, Any]:
+        """The next line. Raises ResourceError with what it says if it has failed, and if none comes in `seconds`.
+
+        doing: when that was, for messages.
+        """
         said: dict[str, Any] = {}
         if not select.select([self._said], [], [], seconds)[0]:
-            raise ResourceError(f"{self.name} did not answer for {seconds:.0f} s while it loaded: {self.remedy}")
+            raise ResourceError(f"{self.name} did not answer for {seconds:.0f} s {doing}: {self.remedy}")
         with contextlib.suppress(ValueError):  # nothing or no JSON: it has ended
             said = json.loads(self._said.readline())
         if "error" in said:
             raise ResourceError(f"rank {self.rank}: {said['error']}")
         if not said:
             self.wait(_PATIENCE)
-            raise ResourceError(f"{self.name} {self.ending() or 'said nothing'} while it loaded")
+            raise ResourceError(f"{self.name} {self.ending() or 'said nothing'} {doing}")
         return said
 
     def close_input(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from qcompile.errors import ArtifactError, PassError, QCompileError, ResourceErr
 from qcompile.passes.base import run_passes
 from qcompile.passes.schedule import configure
 from qcompile.recipes import get_recipe
+from qcompile.runtime.cpu import rank_sleep
+from qcompile.runtime.cpu.rank_sleep import DividedMemory, FollowerMemory
 from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory
 from qcompile.runtime.loader import Arena, _forget
 from tests.conftest import MadeOnce
@@ -75,14 +79,119 @@ def test_texts_depend_neither_on_neighbours_nor_on_the_run(artifact: Path) -> No
         with qcompile.load(artifact, threads=2, tensor_parallel_size=2) as llm:
             executor: Any = llm.executor
             pids = executor.ranks.pids
-            with pytest.raises(UnsupportedError, match="cannot sleep: 2 processes compute it together"):
-                llm.sleep()
             for each in params:
                 together = [output.outputs[0].token_ids for output in llm.generate(prompts, each)]
                 assert together == [llm.generate([prompt], each)[0].outputs[0].token_ids for prompt in prompts]
                 result.append(together)
         assert len(pids) == 1 and all(map(gone, pids))
     assert result[:2] == result[2:] and result[0] != result[1]
+
+
+def resident(pid: int) -> int:
+    """KiB of memory that a process has to itself, so without the libraries' files."""
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1])
+
+
+def test_all_ranks_sleep_and_wake_as_they_were(artifact: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with qcompile.load(artifact, threads=1) as llm:
+        executor: Any = llm.executor
+        [pid] = executor.ranks.pids
+        [before] = llm.generate([list(range(40))], params)
+        for level in (1, 2):
+            awake = resident(pid)
+            llm.sleep(level)
+            freed = 1024 * (awake - resident(pid))
+            assert freed > 0.4 * sum(entry["bytes"] for entry in llm.manifest["runtime"]["weights"])  # of two ranks
+            llm.wake_up()
+            [again] = llm.generate([list(range(40))], params)
+            assert again.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_a_divided_model_that_has_changed_sleeps_on(artifact: Path, tmp_path: Path) -> None:
+    """All ranks sleep on, until the file is as it was."""
+    copy = shutil.copytree(artifact, tmp_path / "copy")
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    with qcompile.load(copy, threads=1) as llm:
+        executor: Any = llm.executor
+        [pid] = executor.ranks.pids
+        [before] = llm.generate([[1, 2, 3]], params)
+        llm.sleep()
+        asleep = resident(pid)
+        file = copy / "weights-00001.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(ArtifactError, match="has changed since the model was loaded"):
+            llm.wake_up()
+        assert llm.is_sleeping and resident(pid) < asleep + 256  # KiB, for what reading has left
+        file.write_bytes(content)
+        llm.wake_up()
+        [again] = llm.generate([[1, 2, 3]], params)
+        assert again.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+class FakeMemory:
+    """The memory of a rank, which may refuse to be taken again."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.problem: ArtifactError | ResourceError | None = None
+
+    def release(self, level: int) -> None:
+        self.log.append("released")
+
+    def restore(self) -> None:
+        if self.problem:
+            raise self.problem
+        self.log.append("restored")
+
+
+class FakeRanks:
+    """Other ranks in this process. steps: of each rank, whether its last step has ended."""
+
+    def __init__(self, memories: list[Any]) -> None:
+        self.steps = [True] * len(memories)
+        self._each = [FollowerMemory(memory, self, rank) for rank, memory in enumerate(memories)]
+
+    def settled(self, rank: int) -> bool:
+        return self.steps[rank]
+
+    def ask(self, what: dict[str, Any]) -> list[dict[str, Any]]:
+        return [one.obey(json.loads(json.dumps(what))) for one in self._each]
+
+
+def test_all_ranks_sleep_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_sleep, "_STEP_SECONDS", 0.01)
+    memories: list[Any] = [FakeMemory() for _ in range(3)]
+    own, *others = memories
+    ranks = FakeRanks(others)
+    divided = DividedMemory(own, ranks)
+    others[1].problem = ArtifactError("it has changed")
+    with pytest.raises(ArtifactError, match="rank 2: it has changed"):
+        divided.restore()
+    assert [memory.log[-1] for memory in memories] == ["released"] * 3
+    others[1].problem = ResourceError("no memory")
+    with pytest.raises(ResourceError, match="rank 2: no memory"):
+        divided.restore()
+    others[1].problem = None
+    divided.restore()
+    assert [memory.log[-1] for memory in memories] == ["restored"] * 3
+    ranks.steps[0] = False
+    with pytest.raises(ResourceError, match="rank 1: its last step does not end"):
+        divided.release(1)
+    ranks.steps[0] = True
+    assert [memory.log[-1] for memory in memories] == ["restored"] * 3
+
+
+def test_a_rank_that_has_ended_lets_no_other_sleep(artifact: Path) -> None:
+    with qcompile.load(artifact, threads=1) as llm:
+        executor: Any = llm.executor
+        [pid] = executor.ranks.pids
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ResourceError, match="rank 1"):
+            llm.sleep()
+        assert not llm.is_sleeping
 
 
 @pytest.fixture(scope="module")
