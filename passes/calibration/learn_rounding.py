@@ -42,8 +42,9 @@ class LearnRounding(Pass):
     Each of `steps` steps reads about STEP_TOKENS of the calibration text and moves all weights of which `calibrate`
     chose the codes: offsets of codes, in codes, by about `rate`, and factors of scales by about `scale_rate` (Adam;
     both decay to 0). Some samples only judge: where the result diverges no less on them, codes stay, with a note.
-    Needs about 30 bytes of memory for each weight; raises ResourceError if fewer are left. Weights in formats without a
-    grid of integers stay as they are, as does a model with experts.
+    Needs about 30 bytes of memory for each weight; raises ResourceError if fewer are left. Of codes that depend on each
+    other (trellis codes) only the scales move. Weights in formats without a grid of integers stay as they are, and so
+    does a model with experts.
 
     Sources: Cheng et al. 2023 (SignRound: learned offsets of codes); Chen et al. 2024 (EfficientQAT: learned scales).
     `fired` counts weights.
@@ -150,10 +151,9 @@ class _Lesson:
         learned = {weight: self._weight(weight, w) for weight, w in wide.items()}
         student = Student(self.graph, learned)
         before = self._divergence(student, teacher)
-        rates = (self.options.rate, self.options.scale_rate)
         adam = Adam(
             [parameter for weight in learned.values() for parameter in weight.parameters],
-            [rate for _ in learned for rate in rates],
+            [rate for weight in learned.values() for rate in self._rates(weight)],
             self.options.steps,
             max(1, self.options.steps // 16),
         )
@@ -170,6 +170,10 @@ class _Lesson:
             return Kept([], figures, ("what was learned diverges no less on other text: codes stay as calibrated",))
         parts = [part for weight, w in wide.items() for part in learned[weight].parts(w)]
         return Kept(parts, figures, (f"divergence from the float model {before:.4g} -> {after:.4g} nats a token",))
+
+    def _rates(self, weight: LearnedWeight) -> tuple[float, float]:
+        """Rates of the offsets and the factors of a weight."""
+        return 0.0 if weight.holds_codes else self.options.rate, self.options.scale_rate
 
     def _check_memory(self) -> None:
         sizes = [ops.operand(weight, "w").meta["val"].numel() for weight in self.targets]

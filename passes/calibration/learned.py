@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qcompile.formats.rounding import Parts, by_group
-from qcompile.formats.weight import Grid
+from qcompile.formats.weight import Grid, positive
 
 _EDGE = 0.49
 """Largest first offset: with it, the first rounding still gives the codes that calibration chose."""
@@ -43,17 +43,24 @@ class LearnedWeight:
 
     `parameters` are the offsets of codes f32 [N, groups, group] and the factors of scales f32 [N, groups, 1]. First
     offsets are where w is within its code's interval; codes that GPTQ chose outside of it, to compensate for errors of
-    others, begin in the middle of theirs.
+    others, begin in the middle of theirs. Where codes depend on each other, all offsets are 0 and must stay so.
     """
 
     def __init__(self, w: Tensor, values: Tensor, grid: Grid) -> None:
         self.grid, self.width = grid, w.shape[1]
-        self._step = grid.step.unsqueeze(-1)
+        self._step = positive(grid.step).unsqueeze(-1)
         self._codes = (by_group(values, grid.group) / self._step).round_()  # less their zero points
         self._low, self._high = ((end - grid.zero).unsqueeze(-1) for end in (grid.low, grid.high))
         offsets = by_group(w.float(), grid.group) / self._step - self._codes
         offsets = torch.where(offsets.abs() <= 0.5, offsets, 0.0).clamp_(-_EDGE, _EDGE)
+        if self.holds_codes:
+            offsets = torch.zeros_like(offsets)
         self.parameters = [offsets.requires_grad_(), torch.ones_like(self._step).requires_grad_()]
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether no code can move alone: only scales learn."""
+        return self.grid.format.rows_together > 1
 
     def value(self) -> Tensor:
         """The weight f32 [N, K] that the parameters give."""

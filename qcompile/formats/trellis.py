@@ -16,6 +16,7 @@ from torch import Tensor
 from qcompile.formats.activations import BF16
 from qcompile.formats.rounding import Parts, Shape, groups_of, spread
 from qcompile.formats.trellis_code import (
+    CENTER,
     SEQUENCE,
     TrellisLayout,
     from_sequences,
@@ -107,6 +108,12 @@ class Trellis(WeightFormat):
         none = torch.zeros_like(step)
         states = torch.zeros(k, sequences_of(n), SEQUENCE, dtype=torch.int16)
         return TrellisGrid(self, self.group, step.bfloat16().float(), none, none, none, states=states)
+
+    def grid_of(self, parts: Parts) -> Grid | None:
+        codes, scale = parts
+        step, states = scale.float(), unpacked_states(codes, self.bits).transpose(0, 1).to(torch.int16)
+        none, most = torch.zeros_like(step), torch.full_like(step, float(CENTER))
+        return TrellisGrid(self, self.group, step, none, -most, most, states=states.contiguous())
 
     def encode(self, grid: Grid, values: Tensor, w: Tensor) -> Parts:
         assert isinstance(grid, TrellisGrid)

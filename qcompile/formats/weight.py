@@ -140,7 +140,8 @@ class WeightFormat(ABC):
       format in which kernels read its part.
     - `upper`: the format of the first parts, if those alone are a coarser weight. Calibration compensates for that one.
     - `marks_rows`: whether some rows have more bits, marked before rounding.
-    - `rows_together`: outputs of which the codes of an input depend on each other; a share of them is whole sequences.
+    - `rows_together`: outputs of which the codes of an input depend on each other (1: none), so that no code can move
+      alone, and a share of the outputs is whole sequences.
     - `expert_fallback`: the name of the format that experts get instead, if packed rows cannot be sliced by expert.
     - `cpu_headers`: headers of its CPU kernels that gemm.h does not include. `gpu`: its GPU kernels.
     """
@@ -241,7 +242,7 @@ class WeightFormat(ABC):
         raise UnsupportedError(f"weights in {self.name} leave calibration no choice of codes")
 
     def grid_of(self, parts: Parts) -> Grid | None:
-        """The grid that the parts of a weight are on, if its codes are integers and its steps may be any floats."""
+        """The grid that the parts of a weight are on, if its values are integers times steps that may be any floats."""
         return None
 
     def limits(self, w: Tensor, step: Tensor, zero: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

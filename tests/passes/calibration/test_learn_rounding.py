@@ -75,6 +75,17 @@ def test_logits_come_nearer_to_the_float_model(weight: str, activation: str) -> 
         assert layout == [(tuple(of), dtype) for of, dtype in weight_format(ops.operand(node, "format")).layout(shape)]
 
 
+def test_of_trellis_codes_the_scales_learn() -> None:
+    graph = calibrated("w2_trellis_g128", "bf16")
+    result = apply(replace(FAST, scale_rate=0.004), graph)
+    assert result.fired == 8 and "divergence from the float model" in result.notes[-1]
+    assert divergence(result.graph) < 0.95 * divergence(graph)
+    pairs = list(zip(parts_of(graph), parts_of(result.graph), strict=True))
+    codes, scales = pairs[::2], pairs[1::2]
+    assert all(torch.equal(before, after) for before, after in codes)
+    assert not all(torch.equal(before, after) for before, after in scales)
+
+
 def test_what_learns_nothing_stays_as_calibrated() -> None:
     graph = calibrated()
     result = apply(replace(FAST, rate=0.0, scale_rate=0.0, steps=1), graph)
