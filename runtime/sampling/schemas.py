@@ -18,8 +18,9 @@ MOST_MULTIPLE = 100_000
 """Largest common multiple of all `multipleOf`, in units of their smallest decimal place: llguidance has a state for
 each remainder."""
 FORMATS = {
-    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid"),
-    *("uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"),
+    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
+    *("uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid"),
+    *("json-pointer", "relative-json-pointer", "regex"),
 }
 """The values of `format` that JSON Schema defines. Others, as pydantic's `path` and OpenAPI's `byte`, are notes for
 readers that demand nothing; llguidance refuses them."""
