@@ -36,7 +36,7 @@ from benchmarks.gpu_common import ROTATED_BYTES, Launch, facts, graph_us, launch
 from qcompile import ops
 from qcompile.codegen.gpu.compile import compile_kernel
 from qcompile.codegen.gpu.kernel import Kernel
-from qcompile.codegen.gpu.states import FUSED_ROWS, ConvSpec, RecurrenceSpec
+from qcompile.codegen.gpu.states import FUSED_ROWS, ConvSpec, RecurrenceSpec, prompt_spec
 from qcompile.errors import QualityError
 from qcompile.formats.states import ConvState, RecurrenceState
 from qcompile.runtime.step import EVERYTHING, Rows
@@ -114,17 +114,17 @@ class Layer:
             made["rates"] = torch.nn.functional.pad(self.rates.t(), padding).contiguous() if transposed else self.rates
         return made
 
-    def launch_of(self, given: dict[str, Tensor], sequences: int, narrow: bool = False) -> Launch:
-        """Of a step, with `narrow` by the kernel for long prompts if there is one."""
-        capability, spec = _capability(), replace(self.spec, narrow=narrow and self.spec.can_be_narrow)
+    def launch_of(self, given: dict[str, Tensor], sequences: int, long: bool = False) -> Launch:
+        """Of a step, with `long` by the kernel for prompts if there is one."""
+        capability, spec = _capability(), (_for_prompts(self.spec) if long else None) or self.spec
         return launch(spec.kernel(capability), capability, (*spec.programs, sequences), given)
 
     def run(
-        self, operands: dict[str, Tensor], parts: Sequence[tuple[int, int, int, int]], narrow: bool = False
+        self, operands: dict[str, Tensor], parts: Sequence[tuple[int, int, int, int]], long: bool = False
     ) -> Tensor:
         """Results of a step over parts of sequences."""
         given = self.given(operands, parts)
-        self.launch_of(given, len(parts), narrow)()
+        self.launch_of(given, len(parts), long)()
         torch.cuda.synchronize()
         return given["out"]
 
@@ -138,19 +138,23 @@ def _capability() -> int:
     return get_target(this_target()).capability
 
 
+def _for_prompts(spec: RecurrenceSpec) -> RecurrenceSpec | None:
+    return prompt_spec(spec, get_target(this_target()).multiprocessors)
+
+
 # ---- kernels -----------------------------------------------------------------------------------------
 
 
 def checked(name: str) -> Row:
     """How far a text's results are from the reference in float64, and rows with bits that depend on how it is cut.
 
-    The whole text is computed by the kernel for long prompts.
+    The whole text is computed by the kernel for prompts.
     """
     torch.manual_seed(0)
     layer = Layer(SHAPES[name], 4)
     layer.states.fill_(float("nan"))
     text, other = layer.operands(TEXT), layer.operands(TEXT)
-    whole = layer.run(text, [(TEXT, 0, 0, EVERYTHING)], narrow=True)
+    whole = layer.run(text, [(TEXT, 0, 0, EVERYTHING)], long=True)
     state = layer.shape.state
     shapes = {"q": (state.key_heads, state.key_dim), "k": (state.key_heads, state.key_dim)}
     shapes |= {"v": (state.heads, state.value_dim)} | ({"decay": (state.heads, state.key_dim)} if state.by_key else {})
@@ -214,15 +218,16 @@ def decoding(name: str, batch: int, copies: Copies, rows: int = 1, tile: int = 0
 
 
 def prompt(name: str, tokens: int, tile: int = 0) -> Row:
-    """Time of a prompt of one sequence, in one launch."""
+    """Times of a prompt of one sequence, in one launch: of the kernel for few rows, and of that for prompts."""
     layer = Layer(SHAPES[name], 1, tile)
     given = layer.given(layer.operands(tokens), [(tokens, 0, 0, EVERYTHING)])
     us = graph_us([layer.launch_of(given, 1)], 3, 1)
     print(f"  {name:12} prompt of {tokens:6}: {us / 1e3:8.2f} ms, {us / tokens:6.3f} us a token", flush=True)
-    row: Row = {"shape": name, "tokens": tokens, "us": us, "us_a_token": us / tokens}
-    if not tile and layer.spec.can_be_narrow:
-        row["narrow_us"] = graph_us([layer.launch_of(given, 1, narrow=True)], 3, 1)
-        print(f"  {'':12} by programs of a quarter of the tile {row['narrow_us'] / 1e3:8.2f} ms", flush=True)
+    row: Row = {"shape": name, "tokens": tokens, "few_rows_us": us, "few_rows_us_a_token": us / tokens}
+    if not tile and _for_prompts(layer.spec):
+        us = graph_us([layer.launch_of(given, 1, long=True)], 3, 1)
+        row |= {"us": us, "us_a_token": us / tokens}
+        print(f"  {'':12} by the kernel for prompts {us / 1e3:8.2f} ms, {us / tokens:6.3f} us a token", flush=True)
     return row | ({"tile": tile} if tile else {})
 
 
@@ -261,7 +266,8 @@ def every_kernel() -> list[Kernel]:
         spec = RecurrenceSpec(state, strides, values, 0, state.size, shape.delta, shape.rates)
         base = ConvSpec(conv, conv.features, conv.features, 0, conv.size, bias=True)
         result += [spec.kernel(capability), base.kernel(capability)]
-        result += [replace(spec, narrow=True).kernel(capability)] if spec.can_be_narrow else []
+        prompts = _for_prompts(spec)
+        result += [prompts.kernel(capability)] if prompts else []
         result += [part.kernel(capability) for part in (replace(base, keeps=False), replace(base, computes=False))]
     return result
 

@@ -10,12 +10,9 @@ from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, weight_refs
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import Grid, GridSize, InputRef, Operands, SlotsRef
-from qcompile.codegen.gpu.states import FUSED_ROWS, WIDE_ROWS, ConvSpec, RecurrenceSpec
+from qcompile.codegen.gpu.states import FEW_ROWS, FUSED_ROWS, ConvSpec, RecurrenceSpec, prompt_spec
 from qcompile.codegen.state_calls import ConvStep, RecurrenceStep
 from qcompile.errors import UnsupportedError
-
-SCHEDULERS = 4
-"""Of warps, in a multiprocessor: a recurrence of one sequence has a warp for each, or its programs get smaller."""
 
 
 def conv_step(context: PlanContext, call: ConvStep | fused.ActivatedConv) -> Iterator[Launch]:
@@ -62,9 +59,9 @@ def recurrence_step(context: PlanContext, c: RecurrenceStep) -> Iterator[Launch]
     def variant(spec: RecurrenceSpec, most: int = 0) -> Variant:
         return Variant(spec.kernel(context.capability), (*spec.programs, GridSize("sequences")), args, most)
 
-    blocks, heads = spec.programs
-    if spec.can_be_narrow and 2 * blocks * heads <= SCHEDULERS * context.target.multiprocessors:
-        yield Launch(c.name, "queries", (variant(spec, WIDE_ROWS), variant(replace(spec, narrow=True))))
+    prompt = prompt_spec(spec, context.target.multiprocessors)
+    if prompt:
+        yield Launch(c.name, "queries", (variant(spec, FEW_ROWS), variant(prompt)))
     else:
         yield Launch(c.name, "sequences", (variant(spec),))
 

@@ -7,6 +7,7 @@ verification and prompts, so that a row's arithmetic does not depend on the step
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,9 +26,8 @@ MOST_KEYS = 4096
 """Most key features, so that a column of a state fits into the registers of few warps."""
 COLUMNS_A_THREAD = 4
 """Columns of a state that a thread has, as Triton chooses for 16 bytes a load."""
-WIDE_ROWS = 256
-"""Most rows of a sequence that programs of whole tiles compute: a step has few sequences with more, too few programs
-to fill a GPU."""
+FEW_ROWS = 64
+"""Most rows of a sequence that RecurrenceSpec computes where PromptSpec can as well."""
 FUSED_ROWS = LOG_TOKENS
 """Most rows of a sequence for which a convolution's rows may store to the ring that others of them read."""
 
@@ -86,8 +86,7 @@ class RecurrenceSpec:
 
     `strides` are the rows' distances in the operands q, k, v, decay, and gain if there is one. A program has a tile
     [key features, `columns`] of a sequence's state: value features of one head, or heads if values have one feature.
-    The tile has about `tile` numbers; 0 stands for TILE, or SCAN_TILE. With `narrow` it has a quarter of the columns,
-    and a thread has one in place of four: the same sums by more programs.
+    The tile has about `tile` numbers; 0 stands for TILE, or SCAN_TILE.
     """
 
     layer: RecurrenceState
@@ -98,7 +97,6 @@ class RecurrenceSpec:
     delta: bool
     rates: Literal["", "heads", "keys"] = ""
     tile: int = 0
-    narrow: bool = False
 
     AHEAD = 2
     """Number of tokens by which operands are loaded ahead."""
@@ -133,14 +131,16 @@ class RecurrenceSpec:
         """Columns of a program's tile."""
         every = self.layer.heads if self.scan else self.layer.value_dim
         tile = self.tile or (SCAN_TILE if self.scan else TILE)
-        columns = min(power_of_two(every), max(tile // self.keys, 4), 128)
-        return columns // COLUMNS_A_THREAD if self.narrow else columns
+        return min(power_of_two(every), max(tile // self.keys, 4), 128)
 
     @property
-    def can_be_narrow(self) -> bool:
-        """Whether programs of a quarter of the columns sum in the same order: Triton loads four columns to a thread."""
-        aligned = not (self.layer.value_dim % 4 or self.slot_numbers % 4 or self.state % 4)
-        return aligned and not self.scan and self.keys * self.columns == WARP and self.columns >= COLUMNS_A_THREAD
+    def staged(self) -> bool:
+        """Whether PromptSpec sums in the same order: as Triton lays out tiles of 4 columns a thread, rows of 4 keys."""
+        columns = self.layer.value_dim, self.slot_numbers, self.state
+        keys = (self.strides["q"], self.strides["k"]) if self.delta else ()
+        aligned = not any(number % 4 for number in (*columns, *keys))
+        whole = self.keys == self.layer.key_dim == 128 if self.delta else 64 <= self.keys <= 256
+        return aligned and whole and not self.scan and self.keys * self.columns == WARP
 
     @property
     def padded_heads(self) -> int:
@@ -166,3 +166,43 @@ class RecurrenceSpec:
             "recurrence_step.py.jinja", spec=self, name=name, arguments=arguments, log=LOG_TOKENS, pdl=pdl
         )
         return Kernel(name, source, tuple(arguments), max(1, self.keys * self.columns // WARP), 1, pdl)
+
+
+@dataclass(frozen=True)
+class PromptSpec(RecurrenceSpec):
+    """A linear recurrence over many rows of a sequence, with the results of RecurrenceSpec to the bit.
+
+    A program has `thread_columns` value features for each of its threads that have other columns, and copies the
+    operands of BLOCK rows at a time to shared memory. It is not launched while the kernel before it runs (PDL):
+    its few long programs would share the multiprocessors that become free first.
+    """
+
+    thread_columns: int = 1
+
+    BLOCK = 16
+    WARPS = 4
+
+    @property
+    def key_lanes(self) -> int:
+        """Threads of a warp that have other keys of the same columns."""
+        return 32 * COLUMNS_A_THREAD * self.keys // WARP
+
+    @property
+    def columns(self) -> int:
+        """Columns of a program's tile."""
+        return self.WARPS * 32 // self.key_lanes * self.thread_columns
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        name, arguments = "recurrence_prompt", super().kernel(capability).arguments
+        values = {"name": name, "arguments": arguments, "log": LOG_TOKENS}
+        source = render_template("recurrence_prompt.py.jinja", spec=self, **values)
+        return Kernel(name, source, arguments, self.WARPS, 1)
+
+
+def prompt_spec(spec: RecurrenceSpec, multiprocessors: int) -> PromptSpec | None:
+    """The kernel for many rows of a sequence, if there is one: the largest programs that nearly fill a GPU."""
+    if not spec.staged:
+        return None
+    made = [PromptSpec(**vars(spec), thread_columns=columns) for columns in (4, 2, 1)]
+    return next((each for each in made if 4 * math.prod(each.programs) >= 3 * multiprocessors), made[-1])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ from torch import Tensor
 from qcompile import ops
 from qcompile.codegen.calls import Call, Elementwise, TakeRows
 from qcompile.codegen.gpu import fused
-from qcompile.codegen.gpu.compile import build
 from qcompile.codegen.gpu.fuse import activate_convolutions, fuse
 from qcompile.codegen.gpu.plan import make_plan
-from qcompile.codegen.gpu.states import FUSED_ROWS, WIDE_ROWS, ConvSpec, RecurrenceSpec
+from qcompile.codegen.gpu.states import FUSED_ROWS, ConvSpec, RecurrenceSpec
 from qcompile.codegen.state_calls import ConvStep
 from qcompile.errors import UnsupportedError
 from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState
@@ -74,11 +72,11 @@ class Layer:
         made["decay"] = -torch.rand(rows, state.heads, *[state.key_dim] * state.by_key)
         return made | ({"gain": torch.rand(rows, state.heads)} if self.spec.gain else {})
 
-    def run(self, operands: dict[str, Tensor], states: Tensor, chunks: list[Chunk], narrow: bool = False) -> Tensor:
+    def run(self, operands: dict[str, Tensor], states: Tensor, chunks: list[Chunk]) -> Tensor:
         """The interpreted kernel: the rows' results; changes `states`."""
         from qcompile.codegen.gpu.compile import load
 
-        spec, rows, gap = dataclasses.replace(self.spec, narrow=narrow), len(operands["q"]), 3
+        spec, rows, gap = self.spec, len(operands["q"]), 3
         out = torch.full((rows, spec.out_stride), float("nan"))
         padded = [torch.nn.functional.pad(x.reshape(rows, -1), (0, gap), value=float("nan")) for x in operands.values()]
         rates = [] if self.rates is None else [self.rates]
@@ -150,7 +148,7 @@ def interpret_divisions(name: str) -> None:
     layer = Layer.of(name)
     text, other = layer.operands(12), layer.operands(12)
     states = torch.full((SLOTS, layer.spec.slot_numbers), float("nan"))
-    whole = layer.run(text, states, [_rows(12, 0, 2)], narrow=layer.spec.can_be_narrow)
+    whole = layer.run(text, states, [_rows(12, 0, 2)])
 
     def part(start: int, end: int, slot: int, certain: int = 1 << 30, right: int = 12) -> Tensor:
         """Positions of the text, but from `right` on others; beside another sequence."""
@@ -316,30 +314,8 @@ def test_recurrences_compile_without_spills(name: str, target: str, compiled: Re
     strides = dict.fromkeys(("q", "k", "v", "decay", *["gain"] * gain), 1 << 14)
     rated: Any = rates
     spec = RecurrenceSpec(state, strides, heads * value_dim, 0, state.size, delta, rated)
-    for each in (spec, dataclasses.replace(spec, narrow=True))[: 1 + spec.can_be_narrow]:
-        built = compiled(each.kernel(TARGETS[target].capability), TARGETS[target].capability)
-        assert built.spill_bytes == 0 and built.threads == 32, built.registers
-
-
-def test_narrow_programs_sum_in_the_order_of_wide_ones() -> None:
-    """Threads have the same keys, and 4 columns or one: a sum's order is what Triton's layout makes it."""
-    state = RecurrenceState(2, 1, 128, 64, False)
-    wide = RecurrenceSpec(state, dict.fromkeys(("q", "k", "v", "decay"), 256), 128, 0, state.size, True)
-    assert wide.can_be_narrow and not replace(wide, slot_numbers=state.size + 1).can_be_narrow
-    columns = {False: 4, True: 1}
-    for narrow, each in columns.items():
-        text = build(replace(wide, narrow=narrow).kernel(90), 90).asm["ttgir"]
-        layout = f"sizePerThread = [1, {each}], threadsPerWarp = [8, 4], warpsPerCTA = [1, 1], order = [1, 0]"
-        others = re.findall(r"sizePerThread = \[\d, \d\]", text)
-        assert layout in text and others == [f"sizePerThread = [1, {each}]"]
-
-
-def test_long_prompts_have_narrow_programs() -> None:
-    _, program, _ = gpu_program(recurrent(hidden=64, layers=1, key_dim=64, value_dim=64), "bf16", {})
-    [launch] = [each for each in make_plan(program, TARGETS["h200"]).launches if "recurrence" in each.name]
-    assert launch.by == "queries" and [variant.most for variant in launch.variants] == [WIDE_ROWS, 0]
-    wide, narrow = (variant.grid[0] for variant in launch.variants)
-    assert narrow == 4 * wide
+    built = compiled(spec.kernel(TARGETS[target].capability), TARGETS[target].capability)
+    assert built.spill_bytes == 0 and built.threads == 32, built.registers
 
 
 @pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])

@@ -1,0 +1,185 @@
+"""The GPU kernel of recurrences for prompts: against the reference, the order of its sums, and where plans use it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcompile.codegen.gpu.compile import build
+from qcompile.codegen.gpu.plan import make_plan
+from qcompile.codegen.gpu.states import FEW_ROWS, PromptSpec, RecurrenceSpec, prompt_spec
+from qcompile.formats.states import RecurrenceState
+from qcompile.targets import TARGETS
+from tests.codegen.gpu.test_states import OFFSET, RECURRENCES, ROUNDING, SHAPES, SLOTS, Layer, _rows, _step_arrays
+from tests.support.compiled import Record
+from tests.support.gluon_machine import launch
+from tests.support.graphs import recurrent
+from tests.support.lowering import gpu_program
+from tests.support.tiny import Chunk
+
+STAGED = {
+    "delta": (4, 2, 128, 24, False, "heads", True, True),
+    "delta by key": (2, 2, 128, 20, True, "", True, True),
+    "delta without gain": (2, 1, 128, 16, False, "", False, True),
+    "decay by key, rates by key": (2, 1, 128, 40, True, "keys", True, False),
+    "rates by key": (2, 1, 64, 32, False, "keys", False, False),
+    "state space": (4, 2, 100, 64, False, "heads", True, False),
+    "keys of 256": (2, 1, 256, 12, False, "", False, False),
+}
+CHUNKS = [_rows(35, 5, 3, 36), _rows(33, 0, 1), _rows(3, 9, 0, 0), _rows(17, 40, 2, 38)]
+"""With drafts after two blocks; two blocks and a row; nothing certain; drafts from the first row on."""
+LOGGED = (0, 0, 3, 3)
+"""Positions that are in the chunks' logs; the log has room for them and all rows that are not certain."""
+
+
+def staged_layer(name: str) -> Layer:
+    RECURRENCES[name] = STAGED[name]
+    try:
+        return Layer.of(name, gap=4)
+    finally:
+        del RECURRENCES[name]
+
+
+def run(layer: Layer, spec: PromptSpec, operands: dict[str, Tensor], states: Tensor, chunks: list[Chunk]) -> Tensor:
+    """The emulated kernel: the rows' results; changes `states`."""
+    rows = len(operands["q"])
+    given = {
+        name: torch.nn.functional.pad(x.reshape(rows, -1), (0, 4), value=float("nan")) for name, x in operands.items()
+    }
+    names = ("positions", "query_start", "state_slots", "certain")
+    given |= dict(zip(names, _step_arrays(chunks, *names), strict=True))
+    given |= {"states": states, "out": torch.full((rows, spec.out_stride), float("nan"))}
+    given |= {"rates": layer.rates} if layer.rates is not None else {}
+    launch(spec.kernel(90), (*spec.programs, len(chunks)), given)
+    return given["out"][:, :-4].reshape(rows, spec.layer.heads, spec.layer.value_dim)
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize("name", STAGED)
+def test_prompts_against_the_reference(name: str, columns: int) -> None:
+    torch.manual_seed(1)
+    layer = staged_layer(name)
+    assert layer.spec.staged
+    spec = PromptSpec(**vars(layer.spec), thread_columns=columns)
+    places = layer.spec.layer.places
+    base, decay, end = OFFSET + places[0], OFFSET + places[4], OFFSET + places[5]
+    states = 0.3 * torch.randn(SLOTS, layer.spec.slot_numbers)
+    states[:, decay:end] = -states[:, decay:end].abs()
+    for chunk, logged in zip(CHUNKS, LOGGED, strict=True):
+        states[chunk.slot, base : base + layer.spec.layer.heads * layer.spec.layer.value_dim] = chunk.start - logged
+    states[1] = float("nan")  # a slot of garbage: its sequence begins
+    operands = layer.operands(sum(len(chunk.tokens) for chunk in CHUNKS))
+    wanted, after = layer.reference(operands, states, CHUNKS)
+    result = run(layer, spec, operands, states, CHUNKS)
+    assert ((result - wanted).norm() / wanted.norm()).item() < ROUNDING
+    written = after.isfinite()
+    assert torch.equal(states.isfinite(), written)
+    assert (states - after)[written].abs().max().item() < 10 * ROUNDING
+
+
+@pytest.mark.parametrize("name", ["delta", "rates by key"])
+def test_a_row_does_not_depend_on_where_a_prompt_is_cut(name: str) -> None:
+    torch.manual_seed(2)
+    layer = staged_layer(name)
+    spec, text = PromptSpec(**vars(layer.spec)), layer.operands(50)
+    states = torch.full((SLOTS, layer.spec.slot_numbers), float("nan"))
+    whole = run(layer, spec, text, states, [_rows(50, 0, 2)])
+    for slot, cuts in enumerate(([1, 17, 50], [16, 49, 50])):
+        pieces, start = [], 0
+        for end in cuts:
+            part = {each: x[start:end] for each, x in text.items()}
+            pieces.append(run(layer, spec, part, states, [_rows(end - start, start, slot)]))
+            start = end
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+# ---- the order of sums --------------------------------------------------------------------------------
+
+
+def layouts(text: str) -> dict[str, str]:
+    """The layouts of a program in Triton's IR, by their names."""
+    return dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>", text, re.M))
+
+
+def summed(text: str) -> list[str]:
+    """The layouts of what it sums."""
+    known = layouts(text)
+    return [known[each] for each in re.findall(r"\}\) : \(tensor<[\dx]+xf32, (#\w+)>\)", text)]
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_prompts_sum_in_the_order_of_few_rows(delta: bool) -> None:
+    """A thread has every eighth key of its columns, and four adjacent keys of a row whose keys and queries meet."""
+    state = RecurrenceState(2, 1, 128, 64, False)
+    spec = RecurrenceSpec(state, dict.fromkeys(("q", "k", "v", "decay"), 256), 128, 0, state.size, delta)
+    few = summed(build(spec.kernel(90), 90).asm["ttgir"])
+    tile = "sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [1, 1], order = [1, 0]"
+    row = "sizePerThread = [4], threadsPerWarp = [32], warpsPerCTA = [1], order = [0]"
+    assert few == ([tile, tile, row] if delta else [tile])
+    for columns in (1, 2, 4):
+        prompt = PromptSpec(**vars(spec), thread_columns=columns)
+        many = summed(build(prompt.kernel(90), 90).asm["ttgir"])
+        tile = f"sizePerThread = [16, {columns}], threadsPerWarp = [8, 4], warpsPerCTA = [1, 4], order = [1, 0]"
+        rows = "sizePerThread = [1, 4], threadsPerWarp = [1, 32], warpsPerCTA = [4, 1], order = [1, 0]"
+        one = "sizePerThread = [4], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]"
+        assert set(many) == ({tile, rows, one} if delta else {tile})
+    assert prompt.key_lanes == 8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slot_numbers": 1 << 20 | 2},
+        {"state": 2},
+        {"strides": dict.fromkeys(("q", "k", "v", "decay"), 130)},
+        {"layer": RecurrenceState(2, 1, 64, 64, False)},
+        {"layer": RecurrenceState(2, 1, 100, 64, False)},
+        {"layer": RecurrenceState(2, 1, 128, 62, False)},
+        {"layer": RecurrenceState(64, 1, 128, 1, False)},
+        {"tile": 1024},
+    ],
+)
+def test_where_the_order_would_be_another_few_rows_are_all(change: dict[str, object]) -> None:
+    state = RecurrenceState(2, 1, 128, 64, False)
+    spec = RecurrenceSpec(state, dict.fromkeys(("q", "k", "v", "decay"), 256), 128, 0, 1 << 20, True)
+    assert spec.staged and prompt_spec(spec, 132)
+    changed = replace(spec, **change)  # type: ignore[arg-type]
+    assert not changed.staged and prompt_spec(changed, 132) is None
+
+
+# ---- plans --------------------------------------------------------------------------------------------
+
+
+def test_programs_nearly_fill_a_gpu() -> None:
+    def columns(heads: int, values: int) -> int:
+        state = RecurrenceState(heads, heads, 128, values, False)
+        spec = RecurrenceSpec(state, dict.fromkeys(("q", "k", "v", "decay"), 1 << 12), 1 << 12, 0, state.size, True)
+        prompt = prompt_spec(spec, 132)
+        assert prompt
+        return prompt.thread_columns
+
+    assert [columns(32, 128), columns(128, 64), columns(8, 128), columns(64, 128)] == [2, 4, 1, 4]
+
+
+def test_long_prompts_have_a_kernel_of_their_own() -> None:
+    _, program, _ = gpu_program(recurrent(hidden=64, layers=1, key_dim=128, value_dim=64), "bf16", {})
+    [launch] = [each for each in make_plan(program, TARGETS["h200"]).launches if "recurrence" in each.name]
+    assert launch.by == "queries" and [variant.most for variant in launch.variants] == [FEW_ROWS, 0]
+    few, many = (variant.kernel for variant in launch.variants)
+    assert few.startswith("recurrence_step") and many.startswith("recurrence_prompt")
+
+
+@pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
+@pytest.mark.parametrize("name", [name for name in SHAPES if "scan" not in name and "256" not in name])
+def test_prompts_compile_without_spills(name: str, target: str, compiled: Record) -> None:
+    heads, key_heads, key_dim, value_dim, by_key, rates, gain, delta = SHAPES[name]
+    state = RecurrenceState(heads, key_heads, key_dim, value_dim, by_key)
+    strides = dict.fromkeys(("q", "k", "v", "decay", *["gain"] * gain), 1 << 14)
+    spec = RecurrenceSpec(state, strides, heads * value_dim, 0, state.size, delta, rates)  # type: ignore[arg-type]
+    prompt = prompt_spec(spec, TARGETS[target].multiprocessors)
+    assert prompt
+    assert compiled(prompt.kernel(TARGETS[target].capability), TARGETS[target].capability).spill_bytes == 0
