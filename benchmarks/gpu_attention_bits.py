@@ -42,9 +42,9 @@ HEADS = {
     "single heads": (8, 8, 64),
     "groups of 8": (32, 4, 64),
     "large heads": (16, 2, 256),
-    "large heads, padded": (8, 4, 192),
-    "large heads, chained": (16, 2, 256),
-    "large heads, padded and chained": (8, 4, 192),
+    "large heads padded": (8, 4, 192),
+    "large heads chained": (16, 2, 256),
+    "large heads padded and chained": (8, 4, 192),
 }
 """Query heads, KV heads and features; the leaves of a split are `chained` where the name says so (GpuKV)."""
 SCORES: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 UNEVEN = ((600, 9000), (1, 5), (77, 640), (0, 64), (1, 8191), (130, 130), (1000, 1500))
 """(rows, last position + 1) of the sequences of a step."""
-TIMED = ("groups of 4", "large heads", "large heads, chained")
+TIMED = ("groups of 4", "large heads", "large heads chained")
 """Heads for which long steps are timed."""
 LONG = tuple(itertools.product((512, 1024, 2048, 4096), (4096, 16384, 32768)))
 """(rows, last position + 1) of steps of one sequence."""

@@ -33,7 +33,8 @@ from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.pack import pack_gpu, unpack_gpu
 from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.operands import grid_size
-from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
+from qcompile.codegen.gpu.router import CombineSpec, RouteSpec, RouteStep, ScoresSpec
+from qcompile.codegen.gpu.sorted_slots import BlocksSpec
 from qcompile.formats.activations import activation_format, dequantize_activation
 from qcompile.formats.registry import gpu_kernel, weight_format
 from qcompile.targets import TUNED_ON

@@ -35,7 +35,8 @@ from qcompile.codegen.gpu.gemm.spec import KernelSpec
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS, Tile
 from qcompile.codegen.gpu.gemm.tile_table import TunedFor, entry_line
 from qcompile.codegen.gpu.operands import grid_size
-from qcompile.codegen.gpu.router import BlocksSpec
+from qcompile.codegen.gpu.sorted_slots import BlocksSpec
+from qcompile.codegen.sizes import power_of_two
 from qcompile.errors import UnsupportedError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import gpu_kernel, gpu_packing, weight_format
@@ -144,7 +145,15 @@ def ordered(weight: Weight, index: Tensor, tokens: int) -> tuple[dict[str, Tenso
     spec = BlocksSpec(weight.experts, weight.slots, STRIDE, tokens, MOST if tokens > DECODE_TOKENS else few)
     made = {"order": torch.zeros(rows * weight.slots, dtype=torch.int32, device="cuda")}
     made["blocks"] = torch.zeros((spec.list, 3), dtype=torch.int32, device="cuda")
-    launch(spec.kernel(90), 90, (weight.experts, 1, 1), {"index": index, "M": rows, **made})()
+    given = {"index": index, "M": rows, **made}
+    if spec.in_chunks:
+        experts = power_of_two(weight.experts)
+        sizes = {"counts": experts * spec.chunks, "before": experts * spec.chunks, "totals": experts}
+        given |= {name: torch.zeros(size, dtype=torch.int32, device="cuda") for name, size in sizes.items()}
+        for kernel, grid in spec.chunk_kernels(90):
+            launch(kernel, 90, (grid_size(grid[0], {"tokens": rows}), 1, 1), given)()
+    else:
+        launch(spec.kernel(90), 90, (weight.experts, 1, 1), given)()
     torch.cuda.synchronize()
     return made, grid_size(spec.grid, {"tokens": rows})
 

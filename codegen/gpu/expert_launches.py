@@ -18,9 +18,10 @@ from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, GridSize, Operand, Operands, ScratchRef
-from qcompile.codegen.gpu.router import BlocksSpec
 from qcompile.codegen.gpu.row_launches import norm_fields, row_launch, row_spec
 from qcompile.codegen.gpu.rows import RowSpec
+from qcompile.codegen.gpu.sorted_slots import BlocksSpec
+from qcompile.codegen.sizes import power_of_two
 from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import kernel_of, packing_of
 from qcompile.formats.rounding import groups_of
@@ -88,15 +89,23 @@ def _quantized(c: fused.QuantizeSlots) -> dict[str, Operand]:
 
 
 def sort_slots(context: PlanContext, c: fused.SortSlots) -> Iterator[Launch]:
-    """The launch that sorts slots by expert."""
+    """The launch that sorts slots by expert, after two that count those of chunks if there are many."""
+    specs = _block_classes(context, c)
     args: Operands = {"index": context.ref(c.index), "M": CountRef("tokens"), **_order(context, c)}
-    variants = [
-        Variant(spec.kernel(context.capability), (c.experts, 1, 1), args, spec.most % MOST_ROWS)
-        for spec in _block_classes(context, c)
-    ]
+    numbers = max((spec.chunks for spec in specs if spec.in_chunks), default=0) * power_of_two(c.experts)
+    args |= {name: ScratchRef(f"slots_{name}", 4 * numbers) for name in ("counts", "before")}
+    args["totals"] = ScratchRef("slots_totals", 4 * power_of_two(c.experts))
+    stages: list[list[Variant]] = [[], [], []]
+    for spec in specs:
+        whole = ((None, (0, 0, 0)), (None, (0, 0, 0)), (spec.kernel(context.capability), (c.experts, 1, 1)))
+        kernels = spec.chunk_kernels(context.capability) if spec.in_chunks else whole
+        for variants, (kernel, grid) in zip(stages, kernels, strict=True):
+            variants.append(Variant(kernel, grid, args if kernel else {}, spec.most % MOST_ROWS))
     if c.gemv:
-        variants.insert(0, Variant(None, (0, 0, 0), {}, GEMV_ROWS))
-    yield Launch(c.name, "tokens", tuple(variants))
+        stages[-1].insert(0, Variant(None, (0, 0, 0), {}, GEMV_ROWS))
+    for name, variants in zip((f"{c.name}.counts", f"{c.name}.sums", c.name), stages, strict=True):
+        if any(variant.code for variant in variants):
+            yield Launch(name, "tokens", tuple(variants))
 
 
 def _block_classes(context: PlanContext, c: fused.SortSlots) -> list[BlocksSpec]:

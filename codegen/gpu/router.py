@@ -1,4 +1,4 @@
-"""GPU kernels of routers: float32 scores, the choice of experts, sorting of slots by expert, sums over slots.
+"""GPU kernels of routers: float32 scores, the choice of experts, sums over slots.
 
 A slot is one (token, chosen expert) pair.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
-from qcompile.codegen.gpu.operands import Grid, GridSize, Size, grid_size
+from qcompile.codegen.gpu.operands import Grid, Size
 from qcompile.codegen.sizes import power_of_two
 from qcompile.errors import UnsupportedError
 from qcompile.targets import has_pdl
@@ -142,62 +142,6 @@ class EverySpec:
         values = {"name": name, "arguments": arguments, "pdl": pdl, "room": power_of_two(self.experts)}
         source = render_template("every_expert.py.jinja", spec=self, **values)
         return Kernel(name, source, arguments, 1, 1, pdl)
-
-
-@dataclass(frozen=True)
-class BlocksSpec:
-    """Sorts slots by expert, in blocks of up to `tokens` slots, given index [M, stride] with `slots` experts per token.
-
-    `order` gets the slot numbers (token * slots + slot) sorted by expert, then by number. `blocks` [.., 3] gets for
-    each block its expert, and its begin and end in `order`; -1 after the last block. One program per expert. If
-    `every`, slot i is of expert i, so that nothing is compared.
-    """
-
-    experts: int
-    slots: int
-    stride: int
-    tokens: int
-    most: int
-    """Most rows of a step."""
-    every: bool = False
-
-    PART = 4096
-    """Most slots that a program compares at once."""
-
-    @property
-    def grid(self) -> GridSize:
-        """An upper bound on the number of blocks, as a grid size."""
-        if self.every:
-            return GridSize("tokens", self.tokens, self.experts)
-        if self.most <= self.tokens:
-            return GridSize("tokens", times=self.slots)
-        times = -(-self.slots // self.tokens)
-        return GridSize("tokens", self.tokens * times // self.slots, times, self.experts)
-
-    @property
-    def list(self) -> int:
-        """Entries of `blocks`, including unused ones."""
-        return grid_size(self.grid, {"tokens": self.most})
-
-    @property
-    def arguments(self) -> tuple[Argument, ...]:
-        """The kernel's arguments in order."""
-        return (*(Argument(name, "*i32") for name in ("index", "order", "blocks")), Argument("M", "i32"))
-
-    def kernel(self, capability: int) -> Kernel:
-        """The kernel for a compute capability."""
-        kind, pdl = "every_blocks" if self.every else "expert_blocks", has_pdl(capability)
-        name = f"{kind}_{self.experts}x{self.slots}_{self.tokens}"
-        values = {"name": name, "arguments": self.arguments, "pdl": pdl}
-        rooms = {
-            "room": min(power_of_two(self.most * (1 if self.every else self.slots)), self.PART),
-            "experts": power_of_two(self.experts),
-            "list_room": power_of_two(self.list // (self.experts if self.every else 1)),
-        }
-        parts = -(-self.most * (1 if self.every else self.slots) // self.PART)
-        source = render_template("expert_blocks.py.jinja", spec=self, parts=parts, **values, **rooms)
-        warps = 16 if parts > 1 else 8 if rooms["room"] > 1024 else 1  # with 8 the loops' sums would spill
-        return Kernel(name, source, self.arguments, warps, 1, pdl)
 
 
 @dataclass(frozen=True)

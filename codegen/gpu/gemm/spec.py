@@ -38,8 +38,8 @@ class Experts:
     """A grouped GEMM: the weight has the rows of `count` experts, concatenated, and each token has `slots` experts.
 
     x has one row per slot (`by_slot`) or per token. out is f32 [tokens, slots * columns], rows `stride` elements apart.
-    A program takes a block of router.BlocksSpec, or in a GEMV one slot. A slot's expert is index[token, slot]; rows of
-    the index are `index_stride` elements apart.
+    A program takes a block of sorted_slots.BlocksSpec, or in a GEMV one slot. A slot's expert is index[token, slot];
+    rows of the index are `index_stride` elements apart.
     """
 
     count: int

@@ -17,7 +17,8 @@ from qcompile.codegen.gpu.gemm.tile import Tile
 from qcompile.codegen.gpu.kernel import Kernel
 from qcompile.codegen.gpu.operands import grid_size
 from qcompile.codegen.gpu.plan import make_plan
-from qcompile.codegen.gpu.router import BlocksSpec, CombineSpec, RouteSpec, RouteStep, ScoresSpec
+from qcompile.codegen.gpu.router import CombineSpec, RouteSpec, RouteStep, ScoresSpec
+from qcompile.codegen.gpu.sorted_slots import BlocksSpec
 from qcompile.codegen.program import Program
 from qcompile.errors import UnsupportedError
 from qcompile.passes.base import apply
@@ -87,8 +88,8 @@ def run(kernel: Kernel, grid: tuple[int, int, int], *arguments: Any) -> None:
 def interpret_blocks() -> None:
     """Slots in order by expert, in blocks; those behind the last say so; twice, so that nothing is left over."""
     torch.manual_seed(0)
-    sizes = ((5, 3, 16, 16), (128, 8, 16, 64), (4, 2, 64, 512), (8, 1, 16, 16), (3, 2, 64, 8192))
-    for experts, slots, tokens, most in sizes:
+    every = ((5, 3, 16, 16), (128, 8, 16, 64), (4, 2, 64, 512), (8, 1, 16, 16), (3, 2, 64, 8192), (11, 10, 64, 1024))
+    for experts, slots, tokens, most in every:
         spec = BlocksSpec(experts, slots, 32, tokens, most)
         order = torch.full((most * slots,), -7, dtype=torch.int32)
         blocks = torch.full((spec.list, 3), -7, dtype=torch.int32)
@@ -98,7 +99,13 @@ def interpret_blocks() -> None:
             index = torch.full((rows, 32), 99, dtype=torch.int32)
             few = min(experts, 3) if rows == 17 else experts  # many slots of some experts, none of others
             index[:, :slots] = torch.rand(rows, max(few, slots)).argsort(1)[:, :slots]
-            run(spec.kernel(80), (experts, 1, 1), index.flatten(), order, blocks.flatten(), rows)
+            made = {"index": index.flatten(), "order": order, "blocks": blocks.flatten(), "M": rows}
+            sizes = {"counts": 16 * spec.chunks, "before": 16 * spec.chunks, "totals": 16}
+            made |= {name: torch.full((size,), -7, dtype=torch.int32) for name, size in sizes.items()}
+            kernels = spec.chunk_kernels(80) if spec.in_chunks else ((spec.kernel(80), (experts, 1, 1)),)
+            for kernel, grid_sizes in kernels:
+                grid = [grid_size(size, {"tokens": rows}) for size in grid_sizes]
+                run(kernel, (grid[0], 1, 1), *(made[argument.name] for argument in kernel.arguments))
             chosen = index[:, :slots].flatten()
             want = torch.sort(chosen, stable=True).indices
             assert torch.equal(order[: rows * slots].long(), want)
@@ -256,11 +263,22 @@ def test_steps_of_a_router_go_apart_where_rows_would_meet() -> None:
     assert first.name in names and last.name in names
 
 
+@pytest.mark.parametrize("target", ["a100", "h200", "b200"])
+@pytest.mark.parametrize(("experts", "slots"), [(512, 10), (128, 8), (16, 1)])
+def test_kernels_of_chunks_compile_without_spills(experts: int, slots: int, target: str, compiled: Record) -> None:
+    capability = TARGETS[target].capability
+    for kernel, _ in BlocksSpec(experts, slots, 32, 64, 8192).chunk_kernels(capability):
+        assert compiled(kernel, capability).spill_bytes == 0, kernel.name
+
+
 def test_inputs_and_orders_are_made_once_while_they_stay() -> None:
     names = [launch.name for launch in make_plan(lowered("qserve")[1], TARGETS["h200"]).launches]
     made = [name for name in names if name.startswith("expert_gemm") and "." in name]
     # The first inputs of a layer are rounded by the norm that makes them.
-    assert made == ["expert_gemm.order", "expert_gemm_2.round", "expert_gemm_3.round", "expert_gemm_3.order"]
+    first, last = (
+        [f"{name}.order{stage}" for stage in (".counts", ".sums", "")] for name in ("expert_gemm", "expert_gemm_3")
+    )
+    assert made == [*first, "expert_gemm_2.round", "expert_gemm_3.round", *last]
 
 
 def test_inputs_and_orders_are_made_anew_where_they_changed() -> None:

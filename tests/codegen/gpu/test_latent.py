@@ -16,7 +16,8 @@ from qcompile.codegen.gpu.attention_merge import MergeSpec
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.latent_launches import ALL_SPLITS
 from qcompile.codegen.gpu.plan import make_plan
-from qcompile.codegen.gpu.router import BlocksSpec, EverySpec
+from qcompile.codegen.gpu.router import EverySpec
+from qcompile.codegen.gpu.sorted_slots import BlocksSpec
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TARGETS
 from tests.support.cases import first
