@@ -113,7 +113,7 @@ def summed(text: str) -> list[str]:
 
 @pytest.mark.parametrize("delta", [True, False])
 def test_prompts_sum_in_the_order_of_few_rows(delta: bool) -> None:
-    """A thread has every eighth key of its columns, and four adjacent keys of a row whose keys and queries meet."""
+    """A thread has every eighth key of its columns, and for products of keys and queries four adjacent ones."""
     state = RecurrenceState(2, 1, 128, 64, False)
     spec = RecurrenceSpec(state, dict.fromkeys(("q", "k", "v", "decay"), 256), 128, 0, state.size, delta)
     few = summed(build(spec.kernel(90), 90).asm["ttgir"])
