@@ -29,16 +29,17 @@ class ExtraPass:
         return self.kind(**{name: True for name in names if name == "enabled"} | values)
 
 
-def extra_pass(spec: str) -> ExtraPass:
+def extra_pass(spec: str, own: Sequence[str] = ()) -> ExtraPass:
     """The pass that `module:Class@after=PASS` or `NAME@after=PASS` names. Raises UsageError.
 
+    own: the names of qcompile's passes, for messages.
     It runs after `raise` unless the text says otherwise. Its module is imported.
     """
     target, at, after = spec.partition("@")
     anchor = after.removeprefix("after=")
     if not target or (at and (anchor == after or not anchor)):
         raise UsageError(f"pass {spec}: {_FORM}")
-    kind = _imported(spec, target) if ":" in target else _installed(target)
+    kind = _imported(spec, target) if ":" in target else _installed(target, own)
     if not (isinstance(kind, type) and issubclass(kind, Pass) and is_dataclass(kind)):
         raise UsageError(f"pass {spec}: {shown(kind)} is no dataclass that inherits from qcompile.passes.base.Pass")
     if not isinstance(getattr(kind, "name", None), str) or inspect.isabstract(kind):
@@ -58,10 +59,16 @@ def _imported(spec: str, target: str) -> Any:
         raise UsageError(f"pass {spec} cannot be imported: {reason}") from error
 
 
-def _installed(name: str) -> Any:
+def _installed(name: str, own: Sequence[str]) -> Any:
     known = entries("qcompile.passes")
     if name not in known:
-        there = f"there are {', '.join(known)}{suggestion(name, known)}" if known else "no package adds any"
+        if name in own:
+            raise UsageError(f"pass {name} is a part of qcompile already: --set {name}.FIELD=VALUE sets what it does")
+        there = (
+            f"there are {', '.join(known)}{suggestion(name, known)}"
+            if known
+            else f"no package adds any{suggestion(name, own)}"
+        )
         raise UsageError(f"pass {name} is not installed; {there}. {_FORM[0].upper()}{_FORM[1:]}")
     return known[name].load()
 

@@ -108,8 +108,9 @@ class Schedule:
     @cached_property
     def added(self) -> tuple[ExtraPass, ...]:
         """The passes of other packages that the recipe names. Raises UsageError."""
-        added = tuple(extra_pass(spec) for spec in self.recipe.passes)
-        check_names(added, [*(kind.name for kind in PASSES), *(rewrite.name for rewrite in self.extra)])
+        own = [kind.name for kind in PASSES]
+        added = tuple(extra_pass(spec, own) for spec in self.recipe.passes)
+        check_names(added, [*own, *(rewrite.name for rewrite in self.extra)])
         return added
 
     def model_passes(self) -> tuple[Pass, ...]:
