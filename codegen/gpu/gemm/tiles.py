@@ -330,7 +330,8 @@ def decode_attention(base: AttentionSpec, limits: SplitLimits) -> dict[str, Atte
     """
     kv = base.kv
     loops = kv.hierarchical or (kv.bits == 4 and kv.dim <= 128)
-    coarse = replace(base, cut="split", stages=3 if kv.hierarchical else 2, multi_split=loops)
+    deep = kv.hierarchical or (kv.chained and kv.bits < 16)
+    coarse = replace(base, cut="split", stages=3 if deep else 2, multi_split=loops)
     leaf = replace(base, cut="leaf", stages=2)
     kernels = {"coarse": coarse}
     if limits.fine_splits:
