@@ -80,7 +80,7 @@ def test_kernels_rebuilt_from_the_graph_are_the_same(recipe: str, built: Build) 
         assert library == (artifact / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("recipe", ["f32", "bf16", "w4a16", "w4a8", "qserve", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["f32", "bf16", "w4a16", "w2t16", "w4a8", "qserve", "mxfp4", "nvfp4"])
 def test_a_row_does_not_depend_on_its_step(recipe: str, built: Build) -> None:
     """Bitwise: chunk sizes, batch neighbours and thread counts change nothing."""
     ids, _ = sequence_inputs(81, batch=3)

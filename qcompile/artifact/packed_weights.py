@@ -46,8 +46,13 @@ class PackedWeights:
 
     @property
     def row_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each weight node by its name; of the first part where there are several."""
-        return {name: tuple(shapes[0][0]) for name, shapes in self.shapes.items() if shapes}
+        """The shape of each weight node by its name: [N, K] of a weight in parts."""
+        return {node.name: self._shape(node) for node in self.graph.nodes if self.shapes.get(node.name)}
+
+    def _shape(self, node: fx.Node) -> tuple[int, ...]:
+        shapes = [tuple(shape) for shape, _ in self.shapes[node.name]]
+        format = STORED_FORMATS.get(node.meta.get("packed", {}).get("kind", ""))
+        return shapes[0] if format is None else format.shape([torch.empty(shape, device="meta") for shape in shapes])
 
     def value(self, node: fx.Node) -> Any:
         """The value of a weight expression: unpacked if the artifact holds it, else computed from its operands."""
@@ -73,7 +78,7 @@ class PackedWeights:
         (shape, _), *_ = self.shapes[node.name]
         format = STORED_FORMATS.get(kind)
         if format and not format.marks_rows:
-            n, k = shape
+            n, k = self._shape(node)
             return format.unpack(dict(zip(format.roles, blobs, strict=True)), n, k)
         if kind == "transposed":
             n, k = shape

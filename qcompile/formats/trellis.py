@@ -26,6 +26,7 @@ from qcompile.formats.trellis_code import (
     spread_of_values,
     state_values,
     unpacked_states,
+    values_of,
 )
 from qcompile.formats.trellis_search import cheapest_paths
 from qcompile.formats.weight import CODES, Grid, Part, Per, Rounding, WeightFormat
@@ -80,7 +81,7 @@ class Trellis(WeightFormat):
     def dequantize(self, parts: Parts, k: int) -> Tensor:
         codes, scale = parts
         states = unpacked_states(codes, self.bits)  # [sequences, K, SEQUENCE]
-        values = from_sequences(state_values()[states].transpose(1, 2), len(scale))
+        values = from_sequences(values_of(states).transpose(1, 2), len(scale))
         return values * spread(scale.float(), self.group, k)
 
     def layout(self, shape: Shape) -> list[tuple[Shape, torch.dtype]]:

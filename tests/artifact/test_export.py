@@ -143,7 +143,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     "recipe",
     first(
         ("bf16", "qserve", "mxfp4", "nested"),
-        ["f32", "bf16", "w4a8", "qserve", "mxfp4", "nested", "w4a4", "mixllm"],
+        ["f32", "bf16", "w4a8", "w2t16", "qserve", "mxfp4", "nested", "w4a4", "mixllm"],
     ),
 )
 def test_an_artifact_is_read_back(recipe: str, built: Any) -> None:

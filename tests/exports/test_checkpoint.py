@@ -182,7 +182,7 @@ FOLDED = {"fold_norms.enabled": "true", "rotate.enabled": "true", "smooth.enable
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options"), [("qserve", {}), ("nested", {}), ("mixllm", UNCHANGED), ("w8a8", FOLDED)]
+    ("recipe", "options"), [("qserve", {}), ("nested", {}), ("w2t16", {}), ("mixllm", UNCHANGED), ("w8a8", FOLDED)]
 )
 def test_any_weights_are_written_as_floats(
     recipe: str, options: dict[str, str], built: Callable[..., Path], tmp_path: Path
