@@ -1,6 +1,6 @@
 // cpu_gemm.cpp: GEMM kernel throughput compared with the machine's ceilings.
 //
-//   g++ -std=c++17 -O3 -march=native -ffp-contract=off -Wno-psabi -pthread -Icodegen/templates/cpu
+//   g++ -std=c++17 -O3 -march=native -ffp-contract=off -Wno-psabi -pthread -Icodegen/cpu/templates
 //       benchmarks/cpu_gemm.cpp -o cpu_gemm && ./cpu_gemm THREADS MODE [FORMAT]
 //
 // decode: the five linear layers of a 1.1 B Llama at 1 to 8 tokens, cycling through copies so that weights come from
@@ -11,6 +11,9 @@
 // Prints, per format and M, the median over repeats: weight GB/s (codes and scales) and GOPS (2 M N K / t), next to the
 // read bandwidth (memory, or L3 when cached) measured between the repeats. Peak arithmetic rates are measured first.
 #include "gemm.h"
+
+#include "gemm_trellis.h"
+#include "gemm_w3.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -31,8 +34,10 @@ namespace {
 
 const char* kFormats[] = {"f32",          "bf16",     "w4_asym_g128_bf16", "w8_sym_channel",
                           "w4_asym_g128", "qoq_g128", "qoq_channel",       "mxfp4",
-                          "mxfp4_x128",   "nested_8_4", "mix_4_8_x128"};
-constexpr int kFormatCount = 11, kGroup4 = 4, kMxfp4 = 7, kMxfp4X128 = 8, kNested = 9, kMix = 10;
+                          "mxfp4_x128",   "nested_8_4", "mix_4_8_x128",
+                          "w3_asym_g128_bf16", "w4_trellis_g128_bf16", "w3_trellis_g128_bf16", "w2_trellis_g128_bf16"};
+constexpr int kFormatCount = 15, kGroup4 = 4, kMxfp4 = 7, kMxfp4X128 = 8, kNested = 9, kMix = 10, kGroup3 = 11;
+constexpr int kTrellis = 12;  // and those after it
 constexpr size_t kArena = (size_t)1 << 30;
 char* arena;
 std::vector<void*> scratch;
@@ -158,15 +163,18 @@ struct MixOrder {
 // Makes as many copies of one matrix as fit in `budget` bytes (at least one), in the layout of an artifact.
 void place(Case& c, size_t budget, size_t& used) {
   const size_t kp = gemm_kp(c.k), np = (c.n + 15) / 16 * 16, groups = (kp + 127) / 128;
-  const double code[] = {4, 2, 0.5, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5};
+  const double code[] = {4, 2, 0.5, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.375, 0.5, 0.375, 0.25};
   const MixOrder mix(c.format == kMix ? c.n : 0);
   const size_t rows = c.format == kMix ? mix.columns.size() : np;
   const size_t codes = c.format == kMix ? mix.starts.back() * kp * 8 : (size_t)(np * kp * code[c.format]);
-  const bool grouped = c.format == 2 || c.format == kGroup4 || c.format == kNested || c.format == kMix;
+  const bool grouped = c.format == 2 || c.format == kGroup4 || c.format == kNested ||
+                       c.format == kMix || c.format == kGroup3;
   const bool mx = c.format == kMxfp4 || c.format == kMxfp4X128;
-  const size_t scale = c.format < 2 || mx ? 0 : (grouped ? rows * groups : np) * 4;
+  const bool trellis = c.format >= kTrellis;
+  const size_t scale = c.format < 2 || mx || trellis ? 0 : (grouped ? rows * groups : np) * 4;
   const size_t zero = grouped || c.format == 5 ? rows * groups : c.format == 6 ? np : 0;
-  const size_t group_scale = c.format == 5 ? np * groups : 0, exponent = mx ? np * kp / 32 : 0;
+  const size_t group_scale = c.format == 5 ? np * groups : trellis ? np * groups * 2 : 0;
+  const size_t exponent = mx ? np * kp / 32 : 0;
   const size_t low = c.format == kNested ? np * kp / 2 : 0;
   c.bytes = codes + scale + zero + group_scale + exponent + low;
   const size_t count = std::max<size_t>(1, budget / c.bytes);
@@ -184,7 +192,7 @@ void place(Case& c, size_t budget, size_t& used) {
     g.codes = take(codes, c.format < 2 ? 0x3c : -1);
     g.scale = (float*)take(scale, 0x3c);
     g.zero = (uint8_t*)take(zero, 7);
-    g.group_scale = (uint8_t*)take(group_scale, 5);
+    g.group_scale = (uint8_t*)take(group_scale, trellis ? 0x3c : 5);
     g.exponent = (uint8_t*)take(exponent, 120);
     g.low = (uint8_t*)take(low, -1);
     if (c.format == kMix) {
@@ -199,7 +207,7 @@ void place(Case& c, size_t budget, size_t& used) {
   char* x = c.memory.get();
   for (size_t i = 0; i < c.m * kp; ++i) {
     if (c.format == 0) ((float*)x)[i] = (float)(i % 13) - 6;
-    else if (c.format < 3) ((uint16_t*)x)[i] = 0x3f80 + (i % 7);
+    else if (c.format < 3 || c.format >= kGroup3) ((uint16_t*)x)[i] = 0x3f80 + (i % 7);
     else ((int8_t*)x)[i] = (int8_t)(i % 251 - 125);
   }
   const int group = mx ? 32 : grouped || c.format == 5 ? 128 : (int)kp;
@@ -224,6 +232,10 @@ void call(const Case& c, const Gemm& g, const Worker& w) {
     case kMxfp4X128: return gemm_mxfp4_x128(g, c.q, w);
     case kNested: return gemm_nested_8_4(g, c.q, w);
     case kMix: return gemm_mix_4_8_x128(g, c.q, w);
+    case kGroup3: return gemm_w3_asym_g128_bf16(g, (const uint16_t*)x, w);
+    case kTrellis: return gemm_w4_trellis_g128_bf16(g, (const uint16_t*)x, w);
+    case kTrellis + 1: return gemm_w3_trellis_g128_bf16(g, (const uint16_t*)x, w);
+    case kTrellis + 2: return gemm_w2_trellis_g128_bf16(g, (const uint16_t*)x, w);
   }
 }
 
@@ -267,7 +279,7 @@ void measure(ThreadPool& pool, const Mode& mode, int format, int m) {
     reads.push_back(read_rate(pool, mode.read_bytes, (int)(((size_t)256 << 20) / mode.read_bytes)));
   }
   const double t = median(seconds), rate = bytes / t / 1e9, read = median(reads);
-  printf("%-14s %-18s M=%-3d %8.2f GB/s (%3.0f%% of read %6.2f)  %8.1f GOPS\n", mode.name, kFormats[format], m, rate,
+  printf("%-14s %-20s M=%-3d %8.2f GB/s (%3.0f%% of read %6.2f)  %8.1f GOPS\n", mode.name, kFormats[format], m, rate,
          100 * rate / read, read, ops / t / 1e9);
   fflush(stdout);
 }

@@ -263,8 +263,23 @@ def _product(divisible: Divisible, node: fx.Node) -> None:
             divisible.fix(other, node, "all ranks need the choice of experts")
     if ops.has_operand(node, "format") and (group := weight_format(given.format).group):
         divisible.aligned(x, min(group, shape(x)[-1]), node, "group")
+        _keep_sequences(divisible, node, weight_format(given.format).rows_together)
     if ops.name_of(node.target) == "expert_gemm":
         _keep_groups(divisible, node, x, activation_format(given.activation), given.group)
+
+
+def _keep_sequences(divisible: Divisible, node: fx.Node, together: int) -> None:
+    """Keep together the runs of outputs of the product `node` of which the codes depend on each other."""
+    if together == 1:
+        return
+    for part in slices_of(node):
+        if ops.operand(part, "start") % together:
+            divisible.fix(
+                part, node, f"its outputs are coded in sequences of {together}, and none begins where it is cut"
+            )
+        divisible.aligned(part, together, node, "sequence")
+    if not slices_of(node):
+        divisible.aligned(node, together // 2 if is_gated(node) else together, node, "sequence")
 
 
 def _slice(divisible: Divisible, node: fx.Node) -> None:

@@ -142,7 +142,8 @@ class _Chooser:
             if size % (shares[value] * (unit.size if unit else 1)) == 0:
                 continue
             node, what = (unit.node, f"{unit.noun}s of {unit.size}") if unit else (value, "features")
-            reason = f"its {size} inputs in {what}" if unit else f"its {size} features"
+            side = "outputs" if product_of(value) is node else "inputs"
+            reason = f"its {size} {side} in {what}" if unit else f"its {size} features"
             raise PassError(self.pass_name, node.name, f"{reason} do not divide over {self.ranks} ranks")
 
     def _summed_twice(self, values: list[fx.Node], shares: dict[fx.Node, int]) -> Obstacle | None:

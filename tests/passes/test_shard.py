@@ -185,6 +185,11 @@ def test_groups_are_not_cut() -> None:
         apply(Shard(2, 0), quantized("w4a16", ffn=384))
 
 
+def test_sequences_of_outputs_are_not_cut() -> None:
+    with pytest.raises(PassError, match="its 64 outputs in sequences of 64 do not divide over 2 ranks"):
+        apply(Shard(2, 0), quantized("w2t16", heads=8, head_dim=32))
+
+
 BY_ROW = {"int8": 0.08, "int4": 0.5, "int4_clip": 0.5}
 """Each rank rounds its part of a row by a scale of its own, and both roundings err by up to 1/254 or 1/14 of it."""
 COMMON_RECIPES = ("f32", "w8a8", "w4a16", "qserve", "qserve-channel", "mixllm", "mxfp4", "nvfp4", "w4a4", "nested")
