@@ -132,7 +132,7 @@ def test_options_and_templates(artifact: Path) -> None:
     model.llm.template = ChatTemplate({"default": turns}, {})
     said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So "}]
     assert model.apply_chat_template(said[:1]) == "<user>x</><a>"
-    assert model.apply_chat_template(said, add_generation_prompt=False) == "<user>x</><assistant>So"
+    assert model.apply_chat_template(said, add_generation_prompt=False) == "<user>x</><assistant>So "
     assert model.chat_template(True) == turns and model.chat_template(False) == ""
     model.llm.close()
     for options, says in (({"beams": 1}, "unknown model argument beams"), ({"max_length": 9999}, "the context, 2048")):
