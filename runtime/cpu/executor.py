@@ -28,15 +28,21 @@ _RANK_FAILED = 2
 """The status of a divided model's step when a rank has ended."""
 
 FILL_MASK = ctypes.CFUNCTYPE(
-    None, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32
+    ctypes.c_int32, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32
 )
 """`qc_fill_mask` of the generated library."""
 
 
 @FILL_MASK
-def _fill_mask(grammar: GrammarState, tokens: Any, count: int, mask: int, words: int) -> None:
-    """Write a mask, as `qc_fill_mask` describes. If this fails, no token is left and the request ends."""
+def _fill_mask(grammar: GrammarState, tokens: Any, count: int, mask: int | None, words: int) -> int:
+    """Write a mask, or say whether a token may follow, as `qc_fill_mask` describes.
+
+    If writing a mask fails, no token is left and the request ends.
+    """
+    if mask is None:
+        return int(grammar.allows(tokens[:count], words))
     grammar.fill(tokens[:count], mask, words)
+    return 1
 
 
 class QcSampling(ctypes.Structure):

@@ -129,6 +129,26 @@ class GrammarState:
         while not self._filled(ahead, text, address, words) and self._renew():
             pass
 
+    def allows(self, ahead: list[int], token: int) -> bool:
+        """Whether the token may follow the text and `ahead`, as far as that is known without the mask; else False.
+
+        The matcher takes the token. Where it demands a certain text, it would take more tokens than the mask has: only
+        the first of those that the tokenizer writes the text with.
+        """
+        if self._failed or (not self._ended and token in self._eos):
+            return False
+        if self._ended or not self._eos.isdisjoint(ahead):
+            return True
+        if self._using is not self.lexer:
+            self._restart()
+        if self._advance(ahead) < len(ahead):
+            return not self._matcher.is_error()
+        if self._matcher.is_error() or self._matcher.compute_ff_bytes():
+            return False
+        taken = self._matcher.try_consume_tokens([token]) == 1
+        self._ahead += [token] * taken
+        return bool(taken)
+
     def _filled(self, ahead: list[int], text: int | None, address: int, words: int) -> bool:
         """`fill`; `text` is the number by which the mask is kept. False if the grammar exceeds a limit.
 

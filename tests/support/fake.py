@@ -173,6 +173,10 @@ def chosen(sampling: QcSampling, logits: np.ndarray, position: int) -> int:
         mask = np.zeros(mask_words(VOCAB), np.uint32)
         grammar = ctypes.cast(sampling.grammar, ctypes.py_object)
         recent = ctypes.cast(sampling.recent, ctypes.POINTER(ctypes.c_int32))
+        changed = sampling.temperature or sampling.repetition or sampling.biased or sampling.reported
+        best = int(logits.argmax())
+        if not changed and sampling.fill_mask(grammar, recent, position - sampling.first, None, best) == 1:
+            return best
         sampling.fill_mask(grammar, recent, position - sampling.first, mask.ctypes.data, len(mask))
         allowed = np.unpackbits(mask.view(np.uint8), count=VOCAB, bitorder="little")
         logits = np.where(allowed, logits, np.float32(-np.inf))

@@ -1,12 +1,13 @@
-// abi.h: the C interface of a generated library (version 10). Integers are int32 unless stated otherwise.
+// abi.h: the C interface of a generated library (version 11). Integers are int32 unless stated otherwise.
 #pragma once
 #include <stdint.h>
 
 #define QC_API extern "C" __attribute__((visibility("default")))
 
 // Writes which tokens may follow a text and `count` more tokens: token t may if bit t % 32 of mask[t / 32] is 1. The
-// words are zeros before. It is called while the library runs no other thread.
-typedef void (*qc_fill_mask)(void* grammar, const int32_t* tokens, int32_t count, uint32_t* mask, int32_t words);
+// words are zeros before. If mask is null, it writes nothing, and `words` is a token instead: it returns 1 only if that
+// token may follow, and 0 if only the mask can tell. It is called while the library runs no other thread.
+typedef int32_t (*qc_fill_mask)(void* grammar, const int32_t* tokens, int32_t count, uint32_t* mask, int32_t words);
 
 typedef struct {               // sampling inputs: how the tokens of a sequence are chosen
   double temperature;          // 0: the argmax

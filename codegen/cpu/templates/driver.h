@@ -192,13 +192,19 @@ static void choose_rows(void* model, int tid) {
   }
 }
 
-// Asks for the masks of the rows that have one.
-static void fill_masks(const Model& m, const qc_batch& b) {
+// Asks for the masks of the rows that have one: before the argmax of each row is known, and, with `later`, for those rows
+// of which that decides whether the mask is needed. A mask that is not needed leaves no token out.
+static void fill_masks(const Model& m, const qc_batch& b, bool logits, bool later) {
   for (int r = 0, s = 0; r < b.outputs; ++r) {
     const int row = b.output_rows[r], words = mask_words(kVocab);
     if (row < b.query_start[s]) s = 0;
     while (row >= b.query_start[s + 1]) ++s;
-    fill_mask(b.sampling[s], b.positions[row], m.masks + (int64_t)r * words, words);
+    const qc_sampling& d = b.sampling[s];
+    const int position = b.positions[row];
+    if (mask_later(d, position, !logits && b.argmax) != later) continue;
+    uint32_t* mask = m.masks + (int64_t)r * words;
+    if (later && b.argmax[r] >= 0 && allowed(d, position, b.argmax[r])) memset(mask, 255, (size_t)words * sizeof(uint32_t));
+    else fill_mask(d, position, mask, words);
   }
 }
 
@@ -211,7 +217,7 @@ static void run_batch(Model& m, const qc_batch& b) {
   }
   if (!begin_step(m, m.batch)) return;
   if (chosen && !b.logits) m.batch.logits = m.logits;
-  if (chosen) keep_recent(b), fill_masks(m, b);
+  if (chosen) keep_recent(b), fill_masks(m, b, b.logits, false);
   memset(m.next_task, 0, sizeof m.next_task);
   m.pool->run(run_step, &m);
   for (int r = 0; b.argmax && r < b.outputs; ++r) {
@@ -219,7 +225,7 @@ static void run_batch(Model& m, const qc_batch& b) {
     for (int t = 1; t < m.pool->threads; ++t) row.merge(m.best[(int64_t)t * m.capacity[kOutputs] + r]);
     b.argmax[r] = row.index();
   }
-  if (chosen) m.pool->run(choose_rows, &m);
+  if (chosen) fill_masks(m, b, b.logits, true), m.pool->run(choose_rows, &m);
 }
 
 QC_API int qc_step(void* model, const qc_batch* batch) {

@@ -14,7 +14,7 @@ import pytest
 import qcompile
 from qcompile import SamplingParams
 from qcompile.runtime.cpu.executor import Executor
-from qcompile.runtime.sampling.masks import mask_words
+from qcompile.runtime.sampling.masks import GrammarState, mask_words
 from tests.runtime.engine.test_batches import run
 from tests.support.harness import ISAS
 from tests.support.sampled import OPTIONS, same_outputs
@@ -63,6 +63,9 @@ def test_drafts_and_batches_change_nothing(
             llm.engine.speculation.gamma = gamma
             assert [run(llm, [one])[0] for one in work] == plain
             assert run(llm, work) == plain
+            with monkeypatch.context() as patch:  # masks of all rows, not only of those that need them
+                patch.setattr(GrammarState, "allows", lambda *_: False)
+                assert run(llm, work) == plain
         [output] = llm.generate([work[5][0]], work[5][1])
         assert output.speculation and sum(output.speculation.accepted) > 0
         llm.engine.scheduler.max_tokens = 5

@@ -167,6 +167,56 @@ def test_a_state_goes_back_after_drafts() -> None:
     assert seen == {(False, False), (True, False), (False, True)}
 
 
+def test_a_token_is_allowed_if_its_mask_has_it() -> None:
+    """Of ends, and where a certain text must follow, only the mask tells."""
+    random = np.random.default_rng(0)
+    made, told = Grammars(byte_tokenizer(), VOCAB, [EOS]), set()
+    for asked in ASKED:
+        grammar = made.compile(StructuredOutputsParams(**asked))
+        state, text = grammar.start(), list[int]()
+        for _ in range(40):
+            fresh = grammar.start()
+            for token in text:
+                fresh.note(token)
+            mask, forced = mask_of(fresh, []), fresh._matcher.compute_ff_bytes()
+            for token in [*random.integers(0, VOCAB, 5).tolist(), EOS]:
+                has = bool(mask[token // 32] >> (token % 32) & 1)
+                said = state.allows([], token)
+                assert said == (has and token != EOS and not forced)
+                told.add((said, has, bool(forced)))
+            assert mask_of(state, []) == mask
+            token = int(random.choice([t for t in range(VOCAB) if mask[t // 32] >> (t % 32) & 1]))
+            if token == EOS:
+                break
+            state.note(token)
+            text.append(token)
+    assert {(True, True, False), (False, False, False), (False, True, True)} <= told
+
+
+def test_what_follows_an_end_or_an_excluded_draft_is_allowed() -> None:
+    state = Grammars(byte_tokenizer(), VOCAB, [EOS]).compile(StructuredOutputsParams(regex="[ab]{2,9}")).start()
+    a, z = byte_tokenizer().encode("az").ids
+    assert state.allows([a], a) and not state.allows([a], z)
+    assert state.allows([a, z], z) and state.allows([a, a, EOS], z)
+    for token in (a, a, EOS):
+        state.note(token)
+    assert state.allows([], z)
+
+
+@pytest.mark.usefixtures("executors")
+def test_greedy_tokens_that_are_allowed_need_no_mask(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are those that masks lead to."""
+    filled, fill = list[int](), GrammarState.fill
+    monkeypatch.setattr(GrammarState, "fill", lambda *given: (filled.append(1), fill(*given))[1])
+    params = [SamplingParams(temperature=0, max_tokens=40, structured_outputs={"regex": "(?s:.){90}"})] * 3
+    result = ran(llm, params)
+    few = len(filled)
+    monkeypatch.setattr(GrammarState, "allows", lambda *_: False)
+    filled.clear()
+    assert ran(llm, params) == result
+    assert few < len(filled) / 2
+
+
 @pytest.mark.parametrize("samples", [True, False])
 def test_a_grammar_beyond_limits_ends_its_request_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, samples: bool
