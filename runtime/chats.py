@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcompile.errors import UsageError, shown
-from qcompile.runtime.dialogue import Dialogue
+from qcompile.runtime.dialogue import Dialogue, DialogueFormat, end_of_prompt
 from qcompile.runtime.messages import MessageStream
 from qcompile.runtime.outputs import RequestOutput
+from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.turn import Turn
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -28,11 +29,23 @@ class ChatOptions:
     chat_template_kwargs: Mapping[str, Any] | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     def dialogue(self, messages: Conversation, structured: bool) -> Dialogue:
         """What the model is asked. structured: whether for structured output."""
         given = (self.tools or (), self.tool_choice, self.parallel_tool_calls, self.documents, self.reasoning_effort)
-        return Dialogue(messages, *given, self.chat_template_kwargs or {}, structured)
+        end = end_of_prompt(self.add_generation_prompt, self.continue_final_message)
+        return Dialogue(messages, *given, self.chat_template_kwargs or {}, structured, end)
+
+
+def turns_of(
+    form: DialogueFormat, conversations: Sequence[Conversation], given: Sequence[SamplingParams], asked: ChatOptions
+) -> list[tuple[Turn, SamplingParams]]:
+    """The prompt of each conversation and how to read its replies, with its parameters, which `given` become."""
+    structured = [one.structure is not None for one in given]
+    turns = [form.turn(asked.dialogue(*each)) for each in zip(conversations, structured, strict=True)]
+    return [(turn, turn.params(one)) for turn, one in zip(turns, given, strict=True)]
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

@@ -33,6 +33,16 @@ _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of templates that have fields of their own."""
 
 
+PromptEnd = Literal["reply", "turn", "message"]
+
+
+def end_of_prompt(generation_prompt: bool, continues: bool) -> PromptEnd:
+    """What a prompt ends with (Dialogue.end). Raises UsageError for fields that exclude each other."""
+    if generation_prompt and continues:
+        raise UsageError("continue_final_message needs add_generation_prompt: false")
+    return "reply" if generation_prompt else "message" if continues else "turn"
+
+
 @dataclass(frozen=True)
 class Dialogue:
     """What a model is asked: messages, and how to answer, in OpenAI's form.
@@ -52,7 +62,7 @@ class Dialogue:
     reasoning_effort: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     structured: bool = False
-    end: Literal["reply", "turn", "message"] = "reply"
+    end: PromptEnd = "reply"
 
     def __post_init__(self) -> None:
         if not _is_list(self.tools):

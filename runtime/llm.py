@@ -20,7 +20,7 @@ from qcompile.runtime.arguments import (
 )
 from qcompile.runtime.can_sleep import CanSleep
 from qcompile.runtime.chat import Render, closing_tokens
-from qcompile.runtime.chats import ChatOptions, Conversation, conversations_of, with_messages
+from qcompile.runtime.chats import ChatOptions, Conversation, conversations_of, turns_of, with_messages
 from qcompile.runtime.dialogue import dialogue_format
 from qcompile.runtime.embeddings import EmbeddingOptions, Pooling
 from qcompile.runtime.engine.blocks import BlockPool
@@ -173,18 +173,19 @@ class LLM(CanSleep):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **options: Any,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Reply to a conversation, or to each of several: lists of messages in OpenAI's form.
 
         Returns what `generate` does, with `outputs[i].message`: the reply's `content`, `reasoning_content` and
-        `tool_calls`. Options are those of /v1/chat/completions; without params or keywords, a reply may be as long as
-        the context. tool_parser, reasoning_parser: formats by name (docs/serving.md), by default those of the chat
-        template. Raises UsageError as `generate` does, and if the model has no chat template or it takes no such
-        conversation.
+        `tool_calls`. Options are those of /v1/chat/completions, and names of parsers (docs/serving.md), by default
+        those of the chat template; without params or keywords, a reply may be as long as the context. Raises
+        UsageError as `generate` does, and if the model has no chat template or it takes no such conversation.
         """
-        given = (tools, tool_choice, parallel_tool_calls, documents, reasoning_effort)
-        asked = ChatOptions(*given, chat_template_kwargs, tool_parser, reasoning_parser)
+        given = (tools, tool_choice, parallel_tool_calls, documents, reasoning_effort, chat_template_kwargs)
+        asked = ChatOptions(*given, tool_parser, reasoning_parser, add_generation_prompt, continue_final_message)
         turns = self.turns(conversations_of(messages), params, options, asked)
         prompts = [self.encode(turn.prompt, special=False) for turn, _ in turns]
         readers, params_of_each = [turn for turn, _ in turns], [one for _, one in turns]
@@ -200,13 +201,11 @@ class LLM(CanSleep):
         self.end_at(closing_tokens(form.template, self.tokenizer))
         options = options if params is not None else {"max_tokens": None} | options
         given = params_for(len(conversations), params, options, self.sampling_defaults)
-        pairs = zip(conversations, given, strict=True)
-        turns = [form.turn(asked.dialogue(each, one.structure is not None)) for each, one in pairs]
-        params_of_each = [turn.params(one) for turn, one in zip(turns, given, strict=True)]
-        with named_as(FORCED if turns[0].language else None):
-            for one in params_of_each:
+        turns = turns_of(form, conversations, given, asked)
+        with named_as(FORCED if turns[0][0].language else None):
+            for _, one in turns:
                 self.engine.grammars.compile(one.structure)
-        return list(zip(turns, params_of_each, strict=True))
+        return turns
 
     def _checked(
         self, prompts: Any, embeds: EmbeddedPrompts, params: Params, options: dict[str, Any]

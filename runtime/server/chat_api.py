@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from qcompile.errors import UsageError, shown
-from qcompile.runtime.dialogue import Dialogue
+from qcompile.runtime.dialogue import Dialogue, end_of_prompt
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.api import MOST_LOGPROBS, BodyPart, CachedPart, Common, Count, FunctionName
 from qcompile.runtime.server.tool_choice import Tool, allowed_tools, field_of_each
@@ -119,13 +119,6 @@ class ToolPart(CachedPart):
 
     type: Literal["function"]
     function: FunctionPart
-
-
-def end_of_prompt(generation_prompt: bool, continues: bool) -> Literal["reply", "turn", "message"]:
-    """What a prompt ends with (Dialogue.end). Raises UsageError for fields that exclude each other."""
-    if generation_prompt and continues:
-        raise UsageError("continue_final_message needs add_generation_prompt: false")
-    return "reply" if generation_prompt else "message" if continues else "turn"
 
 
 class ChatRequest(Common):

@@ -53,6 +53,24 @@ def test_several_conversations_have_replies_in_order(llm: LLM, say: Say) -> None
     assert [output.outputs[0].message for output in outputs] == [{"role": "assistant", "content": "yes"}] * 2
 
 
+def test_a_reply_continues_the_last_message(say: Say) -> None:
+    """The prompt ends where the last message does, or where its turn does; each only on request."""
+    with fake_llm(tokenizer=TOKENIZER) as llm:
+        text = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
+        llm.template = ChatTemplate({"default": text + "{% if add_generation_prompt %}<assistant>{% endif %}"}, {})
+        begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+        say("yes")
+        ends = {
+            "<user>Hi</><assistant>Well</><assistant>": {},
+            "<user>Hi</><assistant>Well</>": {"add_generation_prompt": False},
+            "<user>Hi</><assistant>Well": {"add_generation_prompt": False, "continue_final_message": True},
+        }
+        for prompt, options in ends.items():
+            assert llm.chat(begun, temperature=0, **options)[0].prompt == prompt
+        with pytest.raises(UsageError, match="continue_final_message needs add_generation_prompt: false"):
+            llm.chat(begun, continue_final_message=True)
+
+
 @pytest.mark.parametrize("messages", ["hi", [], [[]], [{"content": "x"}], [5], None])
 def test_what_is_no_conversation(llm: LLM, messages: Any) -> None:
     with pytest.raises(UsageError, match=r"^(messages must be a list of messages|each message must be a dictionary)"):
