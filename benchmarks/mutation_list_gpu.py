@@ -16,11 +16,32 @@ GPU_STATES, GPU_STATE_ROUNDS = "tests/codegen/gpu/test_states.py", "tests/codege
 
 GPU_MUTATIONS = (
     Mutation(
-        "experts' slots behind the first part of a large step go to the place of that part's",
-        "codegen/gpu/templates/expert_blocks.py.jinja",
-        "placed += tl.sum(mine.to(tl.int32), 0)",
-        "placed += 0",
+        "experts' slots of a later chunk of a large step go to the places of the first chunk's",
+        "codegen/gpu/templates/expert_sums.py.jinja",
+        "tl.cumsum(count, 0) - count",
+        "count * 0",
         "tests/codegen/gpu/test_experts.py -k slots_in_order",
+    ),
+    Mutation(
+        "a chunk's slots of one expert change their order",
+        "codegen/gpu/templates/expert_order.py.jinja",
+        "(other[None, :] < slot[:, None])",
+        "(other[None, :] > slot[:, None])",
+        "tests/codegen/gpu/test_experts.py -k slots_in_order",
+    ),
+    Mutation(
+        "the state after the last kept row of a prompt is not stored",
+        "codegen/gpu/templates/recurrence_prompt.py.jinja",
+        "if (staged > 0) & (start + staged == kept):",
+        "if staged < 0:",
+        "tests/codegen/gpu/test_prompt_states.py -k reference",
+    ),
+    Mutation(
+        "the last row of an odd number of a prompt's rows is skipped",
+        "codegen/gpu/templates/recurrence_prompt.py.jinja",
+        "if rows % 2 == 1:",
+        "if rows < 0:",
+        "tests/codegen/gpu/test_prompt_states.py -k reference",
     ),
     Mutation(
         "all parts of the epilogue of a tile of many tokens store to the first part's tokens",
