@@ -12,6 +12,7 @@ is that of a path that begins and ends half a sequence away, where it may be ope
 from __future__ import annotations
 
 import ctypes
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -29,11 +30,13 @@ _FEW = 256
 
 @cache
 def _native() -> ctypes.CDLL | None:
-    """The functions of trellis_search.cpp; None without a compiler."""
+    """The functions of trellis_search.cpp; None, with a warning, without a compiler. ResourceError if it fails."""
     try:
-        return native.library(Path(__file__).with_suffix(".cpp"))
-    except ResourceError:
+        native.find()
+    except ResourceError as error:
+        warnings.warn(f"torch searches for trellis codes, many times slower than C++: {error}", stacklevel=3)
         return None
+    return native.library(Path(__file__).with_suffix(".cpp"))
 
 
 def cheapest_paths(values: Tensor, bits: int, targets: Tensor, weights: Tensor) -> Tensor:
