@@ -149,26 +149,15 @@ RECIPES = {
             calibrated=True,
             extra=(("calibrate", "descent", 4),),
         ),
-        Recipe(
-            "w4t16",
-            "trellis-coded 4-bit weights in groups of 128, bfloat16 activations (CPUs)",
-            *("w4_trellis_g128", "bf16", "kv16"),
-            calibrated=True,
-            extra=(("calibrate", "descent", 1),),
-        ),
-        Recipe(
-            "w3t16",
-            "trellis-coded 3-bit weights in groups of 128, bfloat16 activations (CPUs)",
-            *("w3_trellis_g128", "bf16", "kv16"),
-            calibrated=True,
-            extra=(("calibrate", "descent", 1),),
-        ),
-        Recipe(
-            "w2t16",
-            "trellis-coded 2-bit weights in groups of 128, bfloat16 activations (CPUs)",
-            *("w2_trellis_g128", "bf16", "kv16"),
-            calibrated=True,
-            extra=(("calibrate", "descent", 1),),
+        *(
+            Recipe(
+                f"w{bits}t16",
+                f"trellis-coded {bits}-bit weights in groups of 128, bfloat16 activations (CPUs)",
+                *(f"w{bits}_trellis_g128", "bf16", "kv16"),
+                calibrated=True,
+                extra=(("calibrate", "descent", 1),),
+            )
+            for bits in (4, 3, 2)
         ),
         Recipe("w4a8-g32", "4-bit weights in groups of 32, 8-bit activations (CPUs)", "w4_asym_g32", "int8", "kv16"),
         Recipe(

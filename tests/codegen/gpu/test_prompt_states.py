@@ -14,14 +14,14 @@ from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.states import FEW_ROWS, PromptSpec, RecurrenceSpec, prompt_spec
 from qcompile.formats.states import RecurrenceState
 from qcompile.targets import TARGETS
-from tests.codegen.gpu.test_states import OFFSET, RECURRENCES, ROUNDING, SHAPES, SLOTS, Layer, _rows, _step_arrays
+from tests.codegen.gpu.test_states import OFFSET, ROUNDING, SHAPES, SLOTS, Layer, _rows, _step_arrays
 from tests.support.compiled import Record
 from tests.support.gluon_machine import launch
 from tests.support.graphs import recurrent
 from tests.support.lowering import gpu_program
 from tests.support.tiny import Chunk
 
-STAGED = {
+STAGED: dict[str, tuple[int, int, int, int, bool, str, bool, bool]] = {
     "delta": (4, 2, 128, 24, False, "heads", True, True),
     "delta by key": (2, 2, 128, 20, True, "", True, True),
     "delta without gain": (2, 1, 128, 16, False, "", False, True),
@@ -34,14 +34,6 @@ CHUNKS = [_rows(35, 5, 3, 36), _rows(33, 0, 1), _rows(3, 9, 0, 0), _rows(17, 40,
 """With drafts after two blocks; two blocks and a row; nothing certain; drafts from the first row on."""
 LOGGED = (0, 0, 3, 3)
 """Positions that are in the chunks' logs; the log has room for them and all rows that are not certain."""
-
-
-def staged_layer(name: str) -> Layer:
-    RECURRENCES[name] = STAGED[name]
-    try:
-        return Layer.of(name, gap=4)
-    finally:
-        del RECURRENCES[name]
 
 
 def run(layer: Layer, spec: PromptSpec, operands: dict[str, Tensor], states: Tensor, chunks: list[Chunk]) -> Tensor:
@@ -62,7 +54,7 @@ def run(layer: Layer, spec: PromptSpec, operands: dict[str, Tensor], states: Ten
 @pytest.mark.parametrize("name", STAGED)
 def test_prompts_against_the_reference(name: str, columns: int) -> None:
     torch.manual_seed(1)
-    layer = staged_layer(name)
+    layer = Layer.of(STAGED[name], gap=4)
     assert layer.spec.staged
     spec = PromptSpec(**vars(layer.spec), thread_columns=columns)
     places = layer.spec.layer.places
@@ -84,7 +76,7 @@ def test_prompts_against_the_reference(name: str, columns: int) -> None:
 @pytest.mark.parametrize("name", ["delta", "rates by key"])
 def test_a_row_does_not_depend_on_where_a_prompt_is_cut(name: str) -> None:
     torch.manual_seed(2)
-    layer = staged_layer(name)
+    layer = Layer.of(STAGED[name], gap=4)
     spec, text = PromptSpec(**vars(layer.spec)), layer.operands(50)
     states = torch.full((SLOTS, layer.spec.slot_numbers), float("nan"))
     whole = run(layer, spec, text, states, [_rows(50, 0, 2)])

@@ -51,9 +51,9 @@ class Layer:
     rates: Tensor | None
 
     @classmethod
-    def of(cls, name: str, gap: int = 3) -> Layer:
-        """Rows of operands and of the result lie `gap` numbers apart."""
-        heads, key_heads, key_dim, value_dim, by_key, rates, gain, delta = RECURRENCES[name]
+    def of(cls, shape: tuple[int, int, int, int, bool, Any, bool, bool], gap: int = 3) -> Layer:
+        """Of a shape as RECURRENCES has them. Rows of operands and of the result lie `gap` numbers apart."""
+        heads, key_heads, key_dim, value_dim, by_key, rates, gain, delta = shape
         state = RecurrenceState(heads, key_heads, key_dim, value_dim, by_key)
         keys, values = key_heads * key_dim, heads * value_dim
         widths = {"q": keys, "k": keys, "v": values, "decay": state.decays} | ({"gain": heads} if gain else {})
@@ -120,7 +120,7 @@ def _rows(count: int, start: int, slot: int, certain: int = 1 << 30) -> Chunk:
 def interpret_recurrence(name: str) -> None:
     """Sequences that begin, that continue with replayed positions, that verify drafts, and that leave their base."""
     torch.manual_seed(1)
-    layer = Layer.of(name)
+    layer = Layer.of(RECURRENCES[name])
     chunks = [_rows(3, 5, 3, 7), _rows(4, 0, 1), _rows(2, 9, 0, 0), _rows(5, 40, 2, 38)]
     base, _, _, _, decay, end = (OFFSET + place for place in layer.spec.layer.places)
     states = 0.3 * torch.randn(SLOTS, layer.spec.slot_numbers)
@@ -145,7 +145,7 @@ def test_recurrences_interpreted(name: str) -> None:
 def interpret_divisions(name: str) -> None:
     """A row has the bits of a whole prompt, however the text is cut, beside any neighbours, after rejected drafts."""
     torch.manual_seed(2)
-    layer = Layer.of(name)
+    layer = Layer.of(RECURRENCES[name])
     text, other = layer.operands(12), layer.operands(12)
     states = torch.full((SLOTS, layer.spec.slot_numbers), float("nan"))
     whole = layer.run(text, states, [_rows(12, 0, 2)])
