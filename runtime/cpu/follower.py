@@ -2,8 +2,8 @@
 
 Its argument is the file descriptor of the memory that ranks share, and its first line of standard input has the
 settings. It prints one line of JSON once it is ready, or that says why it is not; then it answers each further line
-(rank_sleep.py). It ends when rank 0 closes the model,
-when a rank fails, and when its standard input is closed, as the end of rank 0's process does.
+(rank_sleep.py). It ends when rank 0 closes the model, when a rank fails, and when its standard input is closed, as the
+end of rank 0's process does.
 """
 
 from __future__ import annotations
