@@ -8,7 +8,8 @@ recipes that draft generate 128 tokens of each with every gamma, 48 at a time; `
 plain decoding's. `invariance` counts requests with tokens or log probabilities that differ, in any bit, between alone
 and in 200 random batches of 1 to 32 in which drafts are of random gammas. `different_bits` compares logits of four
 sequences' last nine rows with each row computed alone: in steps of 2 to 9 rows, as a batch, by the kernels of long
-steps, and again from the first position on, with 400 rows a step in place of 512.
+steps, and again from the first position on, with 400 rows a step in place of 512; of a model with recurrent states,
+the logits of four texts computed at once, in steps of CHUNKS rows and alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
@@ -39,11 +41,23 @@ GAMMAS = (4, 1, 2, 3, 5, 6, 7, 8, AUTO)
 TOKENS, BATCHES, FEW_TOKENS, TOGETHER = 128, 200, 12, 48
 LENGTHS = (300, 1111, 64, 700)
 LAST, MANY = 9, 400
+CHUNKS = (1, 2, 5, 9, 64, 100)
+
+
+def bits_by_chunk(llm: qcompile.LLM) -> dict[str, int]:
+    """Logits that differ in any bit from those of steps of 512 rows, where a state cannot be computed again."""
+    ids = torch.from_numpy(np.random.default_rng(0).integers(2, llm.vocab_size, (len(LENGTHS), LENGTHS[0])))
+    wanted = llm.logits(ids).view(torch.int32)
+    others = {f"{chunk} rows": llm.logits(ids, chunk=chunk) for chunk in CHUNKS}
+    result = {name: int((logits.view(torch.int32) != wanted).sum()) for name, logits in others.items()}
+    return result | {"alone": int((llm.logits(ids[:1]).view(torch.int32) != wanted[:1]).sum())}
 
 
 def different_bits(llm: qcompile.LLM) -> dict[str, int]:
     """Logits that differ in any bit from those of rows alone, by how the rows were computed."""
     executor, pool = llm.executor, llm.engine.pool
+    if executor.state_slots:
+        return bits_by_chunk(llm)
     draw = np.random.default_rng(0)
     texts = [draw.integers(2, llm.vocab_size, length).tolist() for length in LENGTHS]
     pages = [pool.take(executor.limits.pages_for(length)) for length in LENGTHS]

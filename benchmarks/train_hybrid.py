@@ -1,11 +1,13 @@
 """Train the sample of a hybrid decoder: gated delta rule and attention, on the Python of the standard library.
 
-    python benchmarks/train_hybrid.py [--minutes 1.2] [--out DIR] [--device cuda] [--heldout FILE]
+    python benchmarks/train_hybrid.py [--minutes 2.5] [--out DIR] [--device cuda] [--heldout FILE] [--library DIR ...]
 
 The model has 11 M parameters: 6 layers with a recurrent state and 2 with attention, and the tokenizer of pycode-26m.
-It exists to measure what quantization costs where a state carries errors along (benchmarks/second_model.py). The text
-is that of the running interpreter's standard library without its tests. Texts that begin like one of `--heldout`, a
-JSON lines file, are left out, and the loss on the first of its texts is printed along the way.
+It exists to measure what quantization costs where a state carries errors along (benchmarks/hybrid_quality.py). The
+text is that of standard libraries with their tests: each `--library`, as /usr/lib/python3.12, else the running
+interpreter's. Libraries of several versions give more text: a file is read from the first library that has it. Texts
+that begin like one of `--heldout`, a JSON lines file, are left out, and the loss on the first of its texts is printed
+along the way.
 """
 
 from __future__ import annotations
@@ -62,17 +64,16 @@ def config() -> Any:
     )
 
 
-def texts(heldout: Sequence[str]) -> list[str]:
-    """The files of the standard library, in an order drawn once, without those that begin as one of `heldout`."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+def texts(heldout: Sequence[str], libraries: Sequence[Path]) -> list[str]:
+    """The files of the libraries, in an order drawn once, without those that begin as one of `heldout`."""
     unwanted = {text[:START] for text in heldout}
-    result = []
-    for path in sorted(root.rglob("*.py")):
-        if {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(path.parts):
-            continue
-        text = path.read_text(encoding="utf-8", errors="ignore")
-        if len(text) > START and text[:START] not in unwanted:
-            result.append(text)
+    files: dict[Path, Path] = {}
+    for library in libraries:
+        for path in sorted(library.rglob("*.py")):
+            if not {"site-packages", "dist-packages", "idle_test"} & set(path.parts):
+                files.setdefault(path.relative_to(library), path)
+    read = (path.read_text(encoding="utf-8", errors="ignore") for path in files.values())
+    result = [text for text in read if len(text) > START and text[:START] not in unwanted]
     random.Random(0).shuffle(result)
     return result
 
@@ -129,10 +130,11 @@ def loss_on(module: Any, ids: Tensor) -> float:
 def main() -> int:
     """Train and save the sample."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=1.2)
+    parser.add_argument("--minutes", type=float, default=2.5)
     parser.add_argument("--out", type=Path, default=ROOT / "samples" / "pyhybrid-11m")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--heldout", type=Path)
+    parser.add_argument("--library", type=Path, action="append")
     options = parser.parse_args()
     from transformers import AutoModelForCausalLM
 
@@ -140,7 +142,8 @@ def main() -> int:
     module = AutoModelForCausalLM.from_config(config(), dtype=torch.float32).to(options.device)
     lines = options.heldout.read_text(encoding="utf-8").splitlines() if options.heldout else []
     heldout = [json.loads(line)["text"] for line in lines]
-    ids, unseen = (tokens(result).to(options.device) for result in (texts(heldout), heldout))
+    libraries = options.library or [Path(sysconfig.get_paths()["stdlib"])]
+    ids, unseen = (tokens(result).to(options.device) for result in (texts(heldout, libraries), heldout))
     print(f"{len(ids):,} tokens, {sum(p.numel() for p in module.parameters()):,} parameters", file=sys.stderr)
     train(module.train(), ids, unseen, 60 * options.minutes)
     module.to(torch.bfloat16).save_pretrained(options.out, max_shard_size=SHARD)
