@@ -14,6 +14,7 @@ import json
 import random
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     args = parser.parse_args()
     lines = args.heldout.read_text(encoding="utf-8").splitlines() if args.heldout else []
-    documents = cut(texts([json.loads(line)["text"] for line in lines]), args.cuts)
+    library = Path(sysconfig.get_paths()["stdlib"])
+    documents = cut(texts([json.loads(line)["text"] for line in lines], [library], ("test", "tests")), args.cuts)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "text.jsonl"
         data.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")

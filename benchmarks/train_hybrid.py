@@ -20,7 +20,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,15 @@ def config() -> Any:
     )
 
 
-def texts(heldout: Sequence[str], libraries: Sequence[Path]) -> list[str]:
-    """The files of the libraries, in an order drawn once, without those that begin as one of `heldout`."""
+def texts(heldout: Sequence[str], libraries: Sequence[Path], left_out: Collection[str] = ()) -> list[str]:
+    """The files of the libraries, in an order drawn once, without those that begin as one of `heldout`, and those in
+    folders of names that are `left_out`."""
+    others = {"site-packages", "dist-packages", "idle_test", *left_out}
     unwanted = {text[:START] for text in heldout}
     files: dict[Path, Path] = {}
     for library in libraries:
         for path in sorted(library.rglob("*.py")):
-            if not {"site-packages", "dist-packages", "idle_test"} & set(path.parts):
+            if not others & set(path.parts):
                 files.setdefault(path.relative_to(library), path)
     read = (path.read_text(encoding="utf-8", errors="ignore") for path in files.values())
     result = [text for text in read if len(text) > START and text[:START] not in unwanted]

@@ -59,12 +59,14 @@ def _options(context: PlanContext, c: Gemm, n: int) -> dict[str, Any]:
     x, gate = context.buffer(c.x), ops.GATED.get(c.epilogue, "")
     out = None if c.out is None else context.buffer(c.out)
     stored = c.n // 2 if gate else c.n
-    width = stored if gate or n != c.n or c.blocks else 0
+    width, biased = stored if gate or n != c.n or c.blocks else 0, 0
     if out is not None and out.stride != stored:
-        # Columns after the outputs get zeros, but there is no bias for them; kernels that scatter rows skip them.
-        if gate or (not c.blocks and (c.bias is not None or out.stride > n)):
-            raise UnsupportedError(f"{stored} outputs with a gate or a bias: GPU kernels take multiples of 32")
-        width = out.stride
+        # Columns after the outputs get zeros; kernels that scatter rows skip them.
+        if gate or (not c.blocks and out.stride > n):
+            raise UnsupportedError(
+                f"{stored} outputs with a gate, padded to {out.stride}: GPU kernels take multiples of 32"
+            )
+        width, biased = out.stride, stored if c.bias is not None and not c.blocks else 0
     return {
         "bias": c.bias is not None,
         "residual": c.residual is not None,
@@ -72,6 +74,7 @@ def _options(context: PlanContext, c: Gemm, n: int) -> dict[str, Any]:
         "multiprocessors": context.rendered_for.multiprocessors,
         "out": "f32" if out is None else out.dtype,
         "width": width,
+        "biased": biased,
         "gated": gate,
         "wide": c.wide,
         "x_groups": x.dtype == "q8" and x.kind.group > 0,

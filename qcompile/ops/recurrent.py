@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qcompile.errors import UnsupportedError
+from qcompile.ops import recurrent_chunks
 from qcompile.ops.registry import define, like
 
 
@@ -56,6 +57,8 @@ def linear_recurrence(
     """
     group = v.shape[2] // k.shape[2]
     q, k = (t.repeat_interleave(group, 2) for t in (q, k))
+    if recurrent_chunks.pays(v, decay) and {q.dtype, k.dtype, decay.dtype} == {v.dtype}:
+        return _in_chunks(q, k, v, _exponent(decay, rates, 3), gain, delta)
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
     outputs = []
     for t in range(v.shape[1]):
@@ -88,10 +91,22 @@ def recurrence_token(
 
 def decayed(state: Tensor, decay: Tensor, rates: Tensor | None) -> Tensor:
     """state [..., H, K, D] times exp(decay * rates), with decay [..., H] or [..., H, K] and rates [H] or [H, K]."""
-    exponent = decay if decay.dim() == state.dim() - 1 else decay[..., None]
+    return state * torch.exp(_exponent(decay, rates, state.dim() - 2))[..., None]
+
+
+def _exponent(decay: Tensor, rates: Tensor | None, without_keys: int) -> Tensor:
+    """decay * rates [..., H, 1 or K]; a decay of `without_keys` dimensions [..., H] has none for key features."""
+    exponent = decay[..., None] if decay.dim() == without_keys else decay
     if rates is not None:
         exponent = exponent * (rates if rates.dim() == 2 else rates[..., None]).to(exponent.dtype)
-    return state * torch.exp(exponent)[..., None]
+    return exponent
+
+
+def _in_chunks(q: Tensor, k: Tensor, v: Tensor, exponent: Tensor, gain: Tensor | None, delta: bool) -> Tensor:
+    """`linear_recurrence` for as many heads of q and k as of v, by chunks."""
+    q, k, v, exponent = (t.transpose(1, 2) for t in (q, k, v, exponent))
+    gains = v.new_ones(v.shape[:3]) if gain is None else gain.transpose(1, 2)
+    return recurrent_chunks.chunked_recurrence(q, k, v, exponent, gains, delta).transpose(1, 2).contiguous()
 
 
 def outer(k: Tensor, update: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ class KernelSpec:
 
     x is bf16 for bf16, mxfp4 and w4_asym_g128, else int8 with a scale per token, or with `x_groups` per group of 128
     inputs (only with float sums); mxfp4_a8 and w4_asym_g128_a8 are the int8 kernels of mxfp4 and w4_asym_g128 weights.
-    out and residual have the type `out`. The first `width` columns are stored (0: all N).
+    out and residual have the type `out`. The first `width` columns are stored (0: all N), of which the first `biased`
+    have a bias (0: all).
 
     Epilogues: with `gated` (the name of an activation) rows of gate and of up alternate in blocks of ops.GATE_BLOCK,
     and act(gate) * up is stored, `width` columns; with experts gate is clamped to at most `limit`, up to +-limit, and
@@ -77,6 +78,7 @@ class KernelSpec:
     inline_asm: bool = True
     out: Literal["bf16", "f32"] = "bf16"
     width: int = 0
+    biased: int = 0
     x_groups: bool = False
     wide: int = 0
     gated: str = ""
@@ -88,6 +90,11 @@ class KernelSpec:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def bias_rows(self) -> int:
+        """Leading rows of the packed weight that have a bias, 0 if all have."""
+        return self.biased or (2 * self.width if self.gated else self.width)
 
     @property
     def layout(self) -> GpuKernel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -29,13 +30,18 @@ def interpret_gemv() -> None:
 
     torch.manual_seed(0)
     n, k = 32, 1024
-    cases: list[dict[str, Any]] = [{"residual": True, "width": 28}, {"gated": "silu", "width": 16}]
+    cases: list[dict[str, Any]] = [
+        {"residual": True, "width": 28},
+        {"residual": True, "width": 28, "biased": 21},
+        {"gated": "silu", "width": 16},
+    ]
     for format in ("qoq_channel", "qoq_g128", "w8_sym_channel"):
         packed = pack_gpu(weight_format(format).quantize(weight(n, k)), format)
         x = activation_format("int8").quantize(torch.randn(4, k), 0)
         for options in cases:
             width = options["width"]
             bias, residual = torch.randn(n), torch.randn(4, width)
+            bias[options.get("biased", n) :] = math.nan  # is not read
             result = []
             gemv = Tile(1, 32, unroll=2, warps=1, stages=1), Tile(3, 8, unroll=2, stages=3), Tile(1, 16, unroll=4)
             for cut in (Tile(16, 32, unroll=2), *gemv):

@@ -90,7 +90,10 @@ def check(weight: Weight, spec: KernelSpec, rows: int = 21) -> None:
     x, width = activation_format(kind).quantize(torch.randn(rows, spec.k), 0), spec.width or spec.n
     dtype = torch.float32 if spec.out == "f32" else torch.bfloat16
     bias, residual = torch.randn(2 * width if spec.gated else width), torch.randn(rows, width).to(dtype)
+    biased = spec.biased or len(bias)
+    bias[biased:] = math.nan  # is not read
     result = weight.product(spec, x, bias=bias, residual=residual)
+    bias[biased:] = 0
     added = (bias if spec.bias else None, residual if spec.residual else None)
     if spec.gated:
         y = reference(x, weight.dense, bias if spec.bias else None).unflatten(-1, (-1, 2, GATE_BLOCK))
@@ -120,6 +123,8 @@ CASES = [(f, name) for f in FORMATS for name, tile in TILES.items() if has_kerne
 def test_products_of_warp_groups(format: str, tile: str) -> None:
     one = Weight(format, 128, 1024)
     check(one, one.spec(TILES[tile], bias=True, residual=True))
+    if not one.spec(TILES[tile]).mixed:
+        check(one, one.spec(TILES[tile], bias=True, residual=True, width=120, biased=101))
     if format in IN_GROUPS:
         check(one, one.spec(TILES[tile], x_groups=True, out="f32", bias=True, residual=True))
 
