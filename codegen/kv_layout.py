@@ -11,7 +11,7 @@ from qcompile.formats.kv import HIER_GROUP, LATENT_GROUP, PAGE_TOKENS, RING_GROU
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The paged KV arena: [layer][page][kv_head] blocks; those of a layer have the same size.
+    """The paged KV cache: for each page and layer, a block of each KV head; those of a layer have the same size.
 
     `by_layer` has the KV heads and head size of each layer if layers differ; `kv_heads` and `head_dim` are the largest.
     """

@@ -44,7 +44,7 @@ static void step(Model& m, int tid) {
   const auto v_0_down_in = s.q8(kTokens, 3008, true, 160, {128, 160, 127.0f, 127.0f});
   const auto v_last = s.rows<float>(kOutputs, 0, true);
   const auto v_final = s.q8(kOutputs, 384, true, 96, {128, 96, 127.0f, 127.0f});
-  float* const rope0 = m.rope + (int64_t)0 * m.capacity[kTokens];
+  float* const rope0 = m.rope + (int64_t)0 * s.stride[kTokens];
   rope_table(s.mine(kTokens, false), b.positions, s.weight<float>(1), 32, 1.0f, rope0);
 
   // embed

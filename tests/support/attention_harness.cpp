@@ -30,7 +30,7 @@ static void attend(const KvLayer<F>& kv, const AttentionArgs& a, int threads, vo
     case kKv8: call(kKv8) break;   \
     case kKv4: call(kKv4) break;   \
   }
-#define LAYER(F) KvLayer<F>{base, table, stride, kv_heads, head_dim}
+#define LAYER(F) KvLayer<F>{base, kv_heads * kv_block_bytes(F, head_dim), table, stride, kv_heads, head_dim}
 
 extern "C" {
 

@@ -61,7 +61,7 @@ static inline int32_t token_after(int32_t argmax) { return argmax < 0 ? 0 : argm
 
 typedef struct {
   const void* const* weights;  // one pointer per packed tensor, 64-byte aligned
-  void* kv;                    // [layer][page][kv head] blocks, 64-byte aligned
+  void* kv;                    // [page][layer][kv head] blocks, 64-byte aligned
   int64_t kv_pages;
   int32_t threads;             // >= 1, including the calling thread
   int32_t max_tokens;

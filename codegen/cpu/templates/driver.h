@@ -71,7 +71,7 @@ QC_API void* qc_open(const qc_config* c) {
   m.state_slots = c->state_slots;
   m.rows[kTokens] = c->max_tokens;
   m.rows[kOutputs] = c->max_outputs;
-  for (int kind = 0; kind < 2; ++kind) m.capacity[kind] = (m.rows[kind] + 63) / 64 * 64;
+  for (int kind = 0; kind < 2; ++kind) m.capacity[kind] = whole_rows(m.rows[kind]);
   m.pool = c->thread_pool ? (ThreadPool*)c->thread_pool : &m.own_pool;
   if ((!c->thread_pool && !m.pool->open(c->threads)) || !allocate(m)) {
     qc_close(p);

@@ -1,4 +1,4 @@
-// kv.h: the paged KV cache. Arena [layer][page][kv head]; layers may differ in heads and head size. Each block holds K,
+// kv.h: the paged KV cache. Arena [page][layer][kv head]; layers may differ in heads and head size. Each block holds K,
 // then V, of 64 positions:
 //
 //   kv32  K f32 [Dp][64], V f32 [64][Dp]             (Dp = head_dim rounded up to 16; to 32 for kv4)
@@ -54,13 +54,14 @@ struct KvBlock {  // one (layer, page, kv head)
 
 template <KvFormat F>
 struct KvLayer {
-  char* base;                  // first block of the layer
+  char* base;                  // first block of the layer in the first page
+  int64_t page_bytes;          // of all layers
   const int32_t* block_table;  // [sequences][block_stride]
   int block_stride, kv_heads, head_dim;
 
   char* at(int sequence, int entry, int head) const {
-    const int64_t block = (int64_t)block_table[(int64_t)sequence * block_stride + entry] * kv_heads + head;
-    return base + block * kv_block_bytes(F, head_dim);
+    const int64_t page = block_table[(int64_t)sequence * block_stride + entry];
+    return base + page * page_bytes + head * kv_block_bytes(F, head_dim);
   }
   KvBlock block(int sequence, int page, int head) const {
     char* p = at(sequence, page, head);
@@ -70,9 +71,9 @@ struct KvLayer {
   }
 };
 
-struct KvPlace {   // a layer's pages in the arena
+struct KvPlace {   // a layer's part of each page
   int heads, head_dim;
-  int64_t offset;  // bytes per page of all layers before it
+  int64_t offset;  // bytes of all layers before it
 };
 template <int N>
 constexpr int64_t kv_page_bytes(KvFormat f, const KvPlace (&layers)[N]) {  // of all layers

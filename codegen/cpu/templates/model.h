@@ -11,6 +11,9 @@
 
 enum RowKind { kTokens, kOutputs };
 
+// Rows rounded up so that values of whole rows are aligned.
+constexpr int whole_rows(int rows) { return (rows + 63) / 64 * 64; }
+
 struct Model {
   ThreadPool* pool;
   ThreadPool own_pool;             // used unless the model was opened with that of another
@@ -20,7 +23,7 @@ struct Model {
   int64_t kv_pages;
   float* states;                   // [state_slots][kSlotNumbers]
   int64_t state_slots;
-  int rows[2], capacity[2];        // by RowKind: maximum rows, and these rounded up to 64 for alignment
+  int rows[2], capacity[2];        // by RowKind: maximum rows, and these rounded up by whole_rows
   char* arena[2];
   float* rope;                     // tables of cos and sin, [capacity][kRopeFloats]
   float* logits;                   // [outputs][vocab], used if the caller passes none
@@ -49,10 +52,12 @@ struct Step {
   const qc_batch& b;
   Worker w;
   bool few[2];           // few rows: every thread computes all of them, which saves a barrier
+  int64_t stride[2];     // rows of each value: of this step, so that values of few rows share pages of memory
   double time = 0;
 
   Step(Model& model, int tid)
-      : m(model), b(model.batch), w{tid, model.pool->threads, model.scratch + (int64_t)tid * kScratchBytes} {
+      : m(model), b(model.batch), w{tid, model.pool->threads, model.scratch + (int64_t)tid * kScratchBytes},
+        stride{whole_rows(b.tokens), whole_rows(b.outputs)} {
     few[kTokens] = w.threads > 1 && b.tokens <= kFewRows;
     few[kOutputs] = w.threads > 1 && b.outputs <= kFewRows;
     if (tid == 0 && m.profiling) time = now_seconds();
@@ -62,14 +67,14 @@ struct Step {
   char* place(RowKind kind, int64_t offset, bool own) const {
     if (own && few[kind])
       return m.own + w.tid * kOwnBytes + (kind == kOutputs ? kTokenBytes * kOwnRows : 0) + offset * kOwnRows;
-    return m.arena[kind] + offset * m.capacity[kind];
+    return m.arena[kind] + offset * stride[kind];
   }
   template <class T>
   T* rows(RowKind kind, int64_t offset, bool own) const {
     return (T*)place(kind, offset, own);
   }
   Q8Rows q8(RowKind kind, int64_t offset, bool own, int kp, Q8Kind how) const {
-    const int64_t n = own && few[kind] ? kOwnRows : m.capacity[kind];
+    const int64_t n = own && few[kind] ? kOwnRows : stride[kind];
     const int scales = (kp + how.scale_group - 1) / how.scale_group, groups = (kp + how.group - 1) / how.group;
     char* p = place(kind, offset, own);
     return {(int8_t*)p, (float*)(p + n * kp), (int32_t*)(p + n * (kp + 4 * scales)), how, groups, scales};
@@ -86,7 +91,7 @@ struct Step {
 
   KvLayer<kKv> layer(int index) const {
     const KvPlace& at = kLayers[index];
-    return {m.kv + m.kv_pages * at.offset, b.block_table, b.block_stride, at.heads, at.head_dim};
+    return {m.kv + at.offset, kv_page_bytes(kKv, kLayers), b.block_table, b.block_stride, at.heads, at.head_dim};
   }
   // Each thread gets whole kv heads: a head's k and v are then read by the thread that wrote them.
   bool by_head(int kv_heads) const { return kv_heads % w.threads == 0; }
