@@ -417,6 +417,9 @@ class Executor:
         self._given = chosen[len(chosen) - sum(row.outputs for row in rows) :]
         return lambda: chosen
 
+    def send_masks(self) -> None:
+        """No step lacks masks: `start` has run it."""
+
     def _copy_state(self, source: int, target: int) -> None:
         """Copy a slot of recurrent states to another."""
         assert self.states

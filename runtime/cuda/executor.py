@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from qcompile.runtime.cuda.masks import DeviceMasks
 from qcompile.runtime.cuda.memory import MOST_DECODED, DeviceMemory, PinnedNumbers
 from qcompile.runtime.cuda.plans import OtherRanks
 from qcompile.runtime.cuda.sampling import DeviceSampling
+from qcompile.runtime.cuda.started import StartedSteps
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.inputs import SamplingInputs
 from qcompile.runtime.step import HiddenStates, Limits, Rate, Rows, SlotCopies
@@ -74,7 +76,7 @@ class CudaExecutor:
         # A step may be queued while the one before it runs: its inputs and tokens take turns in the host's memory.
         self._tokens = PinnedNumbers(driver), PinnedNumbers(driver)
         self._turn = 0
-        self._waits: dict[int, Callable[[], list[int]]] = {}  # by turn, for the tokens of what `start` has queued
+        self._started = StartedSteps()
         self._sampling: DeviceSampling | None = None
         self._masks = DeviceMasks(driver, self.memory.outputs, limits.vocab)
         self._modules: list[ctypes.c_void_p] = []
@@ -131,11 +133,10 @@ class CudaExecutor:
             raise UsageError("the model is closed: load it again")
         if self.ranks:
             self.ranks.check()
+        self.send_masks()
         self._turn = 1 - self._turn
         for turn in (self._turn,) if behind else (self._turn, 1 - self._turn):
-            if turn in self._waits:
-                self._waits[turn]()
-        self.driver.use()
+            self._started.wait_for(turn)
         written = self.inputs.write(sequences, ahead, self._turn)
         masked = self._masks.want(sequences, sampling)
         if self._masks.lacks_room or self._sampling.lacks_room(sampling):
@@ -216,30 +217,30 @@ class CudaExecutor:
     ) -> Callable[[], list[int]]:
         """Queue `decode`, or with one step `step`. Returns a function that waits for its tokens.
 
-        Where a token is negative, -1 - i, a kernel replaces it by output i of what was queued before.
+        Where a token is negative, -1 - i, a kernel replaces it by output i of what was queued before. If the step has
+        masks, they follow from that output: `send_masks` queues what reads them.
         """
         assert steps * len(sequences) <= MOST_DECODED  # as all multi-step decodes of an engine are
         several, reports = steps > 1, any(inputs.reports is not None for inputs in sampling)
         behind = not (reports or (self._sampling and self._sampling.reporting))
         counts = self.fill(sequences, steps * several, sampling, behind)
-        if any(token < 0 for rows in sequences for token in rows.tokens):
+        follows = any(token < 0 for rows in sequences for token in rows.tokens)
+        if follows:
             if self.ranks:
                 self.ranks.plans.follow(counts)
             self.launcher.launch(self.plan["follow"], counts)
-        self._run(counts, several, steps)
         results = ("decoded", steps * counts["tokens"]) if several else ("argmax", counts["outputs"])
-        turn, fetch = self._turn, self._fetch(*results, last=True)
-        tokens: list[int] | None = None
+        rest = None
+        if follows and counts["masked"]:
+            rest = self.launcher.run_in_parts(counts, several, self._send_masks)
+        else:
+            self._run(counts, several, steps)
+        return self._started.add(self._turn, rest, partial(self._fetch, *results, last=True))
 
-        def wait() -> list[int]:
-            nonlocal tokens
-            if tokens is None:
-                del self._waits[turn]
-                tokens = fetch()
-            return tokens
-
-        self._waits[turn] = wait
-        return wait
+    def send_masks(self) -> None:
+        """Write the masks of the step that `start` has queued last, if it lacks them, and queue what reads them."""
+        self.driver.use()
+        self._started.send_masks()
 
     def _run(self, counts: Counts, feed_back: bool, times: int) -> None:
         """Queue `times` steps. Their masks are written while the GPU computes what is before them."""

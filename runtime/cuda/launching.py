@@ -80,10 +80,18 @@ class Launcher:
         """
         if masks is None:
             self.run_part(counts, feed_back, _WHOLE, times)
-            return
-        self.run_part(counts, feed_back, _BEFORE_MASKS, times)
-        masks()
-        self.run_part(counts, feed_back, _FROM_MASKS, times)
+        else:
+            self.run_in_parts(counts, feed_back, masks)()
+
+    def run_in_parts(self, counts: Counts, feed_back: bool, masks: Callable[[], object]) -> Callable[[], None]:
+        """Queue the launches of a step before those that read masks. Returns what calls `masks` and queues the rest."""
+        self.run_part(counts, feed_back, _BEFORE_MASKS, 1)
+
+        def rest() -> None:
+            masks()
+            self.run_part(counts, feed_back, _FROM_MASKS, 1)
+
+        return rest
 
     def run_part(self, counts: Counts, feed_back: bool, part: str, times: int) -> None:
         """`run` for a part of the launches."""

@@ -202,6 +202,7 @@ class Engine:
         """
         second = self.runner.start(self._pending) if self._pending else None
         self._finish_pending()
+        self.executor.send_masks()
         self._pending = second or (self.runner.start(None) if self.overlaps else None)
         updates, self._unpublished = self._unpublished, []
         grown = self._publish(updates)

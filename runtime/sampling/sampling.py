@@ -92,9 +92,9 @@ class Sampler:
         self.biases = biases or TokenBiases(BiasTable(params.logit_bias, NO_BANS, vocab))
         self.argmax_only = params.argmax_only
         """Whether a token is the argmax of the model's logits, and nothing is noted of it."""
-        plain = self._noted is None and self.params.logprobs is None and self.grammar is None
+        plain = self._noted is None and self.params.logprobs is None
         self.foresees = plain and not params.bad_words
-        """Whether `inputs` can be asked for tokens before those before them are known."""
+        """Whether `inputs` can be asked for tokens before those before them are known. Masks are computed later."""
         self._reports: DoubleArray | None = None
         self._taken: DoubleArray | None = None
         self._known: DoubleArray | None = None

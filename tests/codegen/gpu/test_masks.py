@@ -6,6 +6,7 @@ import ctypes
 import math
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ def interpret_engine(how: str) -> None:
     ]
     asked = logits_asked()
 
-    def generate(samples: bool, gamma: int, chosen: range = range(len(params))) -> list[Any]:
+    def generate(samples: bool, gamma: int, chosen: Sequence[int] = range(len(params))) -> list[Any]:
         machine.let_kernels_choose(samples)
         engine = machine.engine(gamma)
         requests = [engine.add(PROMPTS[i], params[i], grammar=params[i].structure and GRAMMAR) for i in chosen]
@@ -143,8 +144,24 @@ def interpret_engine(how: str) -> None:
     assert generate(True, 0) == by_host
     assert not any(asked)
     assert generate(True, 0, range(3, 4)) == by_host[3:4]
+    late = late_masks(machine)
+    assert generate(True, 0, (2, 4)) == [by_host[2], by_host[4]]
+    assert any(late)
     assert generate(True, 3) == by_host
     assert generate(True, 3, range(0, 1)) == by_host[:1]
+
+
+def late_masks(machine: Any) -> list[bool]:
+    """Whether a step lacked its masks, for each time that these are asked for from now on."""
+    target, late = machine.target, list[bool]()
+    send = target.send_masks
+
+    def noted() -> None:
+        late.append(target._started.lacks_masks)
+        send()
+
+    target.send_masks = noted
+    return late
 
 
 @pytest.mark.parametrize("how", first(("lookup",), ["shared", "lookup"]))

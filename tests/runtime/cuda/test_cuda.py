@@ -104,9 +104,9 @@ def test_steps_are_queued_behind_each_other_from_memory_in_turn(opened: CudaExec
         assert driver.sent[opened.inputs._offsets["token_ids"]] == chunk[0].tokens[0]
     for mine in (sources, targets):
         assert mine == [mine[0], mine[1]] * 3 and mine[0] != mine[1]
-    assert sorted(opened._waits) == [0, 1] and [len(wait()) for wait in waits[:4]] == [0, 1] * 2
+    assert opened._started.turns == [0, 1] and [len(wait()) for wait in waits[:4]] == [0, 1] * 2
     opened.step(chunks[0], logits=False)
-    assert not opened._waits and len(waits[5]()) == 1
+    assert not opened._started.turns and len(waits[5]()) == 1
 
 
 def test_tokens_that_the_step_before_gives_are_replaced_on_the_gpu(opened: CudaExecutor) -> None:
@@ -115,13 +115,13 @@ def test_tokens_that_the_step_before_gives_are_replaced_on_the_gpu(opened: CudaE
     first = opened.start([Rows([1, 2, 3], 5, [2], 1)], 1)
     log.clear()
     opened.start([Rows([-1], 8, [2], 1), Rows([4], 0, [3], 1)], 1, [GREEDY, GREEDY])
-    assert log[0] == ("follow", (1, 1, 1), (2,)) and len(opened._waits) == 2
+    assert log[0] == ("follow", (1, 1, 1), (2,)) and len(opened._started.turns) == 2
     log.clear()
     reports = empty_reports(1, 0)
     opened.start([Rows([-2], 1, [3], 1)], 1, [GREEDY._replace(reports=reports)])
-    assert log[0] == ("follow", (1, 1, 1), (1,)) and len(opened._waits) == 1 and len(first()) == 1
+    assert log[0] == ("follow", (1, 1, 1), (1,)) and len(opened._started.turns) == 1 and len(first()) == 1
     opened.start([Rows([-1], 2, [3], 1)], 1)
-    assert len(opened._waits) == 1
+    assert len(opened._started.turns) == 1
 
 
 def test_what_lies_past_the_end_of_a_ring_goes_elsewhere_than_what_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:

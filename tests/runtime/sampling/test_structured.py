@@ -22,7 +22,7 @@ from qcompile.runtime.sampling.masks import GrammarState, mask_words
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.structured import StructuredOutputsParams
 from qcompile.runtime.speculation.stages import DraftStage, Speculator
-from tests.support.fake import EOS, VOCAB, byte_tokenizer, fake_llm
+from tests.support.fake import EOS, VOCAB, LateExecutor, byte_tokenizer, fake_llm
 
 WORDS = mask_words(VOCAB)
 SCHEMA = {
@@ -109,6 +109,17 @@ def test_python_and_the_executor_choose_the_same(llm: LLM) -> None:
     result = ran(llm, requests())
     llm.executor.samples = llm.engine.scheduler.samples = False
     assert ran(llm, requests()) == result
+
+
+@pytest.mark.usefixtures("executors")
+def test_a_step_with_masks_is_queued_behind_the_one_that_runs(llm: LLM) -> None:
+    """Its masks follow from tokens that are not known when it is planned; some of these end their texts."""
+    params = [one for one in requests() if not one.counts and one.logprobs is None and one.repetition_penalty == 1]
+    assert {one.temperature > 0 for one in params} == {False, True}
+    together = ran(llm, params)
+    if isinstance(llm.executor, LateExecutor):
+        assert llm.executor.most_late == 2
+    assert together == [alone for one in params for alone in ran(llm, [one])]
 
 
 def test_drafts_are_masked_and_change_nothing(llm: LLM) -> None:
