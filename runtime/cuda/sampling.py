@@ -142,6 +142,8 @@ class DeviceSampling:
         `ends` has the places that the sequences before it leave free, as has the result: `uniforms_at` in the numbers
         (options included), `listed_at` in the lists, `reports_at` in the reports, and `known_through`.
         """
+        if not (inputs.penalties or inputs.bias or inputs.known) and inputs.reports is None:
+            return self._write_draws(index, inputs, ends)
         reports = inputs.reports if inputs.reports is not None else _NO_REPORTS
         options = GpuSamplingOptions(
             inputs.temperature,
@@ -179,6 +181,29 @@ class DeviceSampling:
             reports_at=ends.reports_at + reports.size,
             known_through=options.known_through,
         )
+
+    def _write_draws(self, index: int, inputs: SamplingInputs, ends: GpuSamplingOptions) -> GpuSamplingOptions:
+        """`_write_sequence` without lists and reports, which takes half the time: while a step with masks runs, the
+        host writes the next one."""
+        at, count = int(ends.uniforms_at), len(inputs.uniforms)
+        temperature, top_p, min_logit, top_k, first = inputs[:5]
+        self._host[_OPTIONS * index : _OPTIONS * (index + 1)] = GpuSamplingOptions(
+            temperature,
+            top_p,
+            min_logit,
+            top_k,
+            first,
+            at - self._first,
+            count,
+            reports_at=ends.reports_at,
+            known_at=ends.listed_at,
+            known_through=ends.known_through,
+            masked=inputs.masks is not None,
+        )
+        if not count:
+            return ends
+        self._host[at : at + count] = inputs.uniforms
+        return ends._replace(uniforms_at=at + count)
 
     def fetch(self) -> None:
         """Queue a copy to the host of the reports that the last call asked for."""

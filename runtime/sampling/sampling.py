@@ -156,8 +156,9 @@ class Sampler:
         masks = Masks(self.grammar, count, ahead) if self.grammar else None
         bias = self.biases.after(skipped, ahead)
         if params.temperature == 0:
-            changes = GREEDY._replace(penalties=penalties, bias=bias, masks=masks)
-            return changes._replace(first=first, known=known, reports=reports)
+            return GREEDY._replace(
+                first=first, penalties=penalties, bias=bias, known=known, reports=reports, masks=masks
+            )
         self._look_ahead(skipped + count)
         top_k = params.top_k if 0 < params.top_k < self._vocab else 0
         limits = (params.temperature, params.top_p, _min_logit(params), top_k)
