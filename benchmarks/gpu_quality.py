@@ -1,7 +1,7 @@
 """A sample model on this GPU beside the CPU: perplexity of each recipe, and batch invariance of its rows.
 
     python benchmarks/gpu_quality.py MODEL heldout.jsonl [out.json] [--gpu-only] [--recipes=qserve,w4a16,...]
-        [--prompts=PROMPTS.jsonl,MORE.jsonl] [--draft=MODEL]
+        [--prompts=PROMPTS.jsonl,MORE.jsonl] [--draft=MODEL] [--ranks=2]
 
 A recipe may be followed by drafts, as in ml-specqd+other+lookup; `other` is the model given as --draft. With prompts,
 recipes that draft generate 128 tokens of each with every gamma, 48 at a time; `differing` counts tokens that are not
@@ -9,7 +9,8 @@ plain decoding's. `invariance` counts requests with tokens or log probabilities 
 and in 200 random batches of 1 to 32 in which drafts are of random gammas. `different_bits` compares logits of four
 sequences' last nine rows with each row computed alone: in steps of 2 to 9 rows, as a batch, by the kernels of long
 steps, and again from the first position on, with 400 rows a step in place of 512; of a model with recurrent states,
-the logits of four texts computed at once, in steps of CHUNKS rows and alone.
+the logits of four texts computed at once, in steps of CHUNKS rows and alone. --ranks: as many GPUs compute
+the model together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -141,15 +142,26 @@ def invariance(llm: qcompile.LLM, prompts: list[str]) -> dict[str, int]:
     return {"requests": requests, "changed": changed}
 
 
-def measure(
-    model: str, documents: str, name: str, folder: Path, targets: Sequence[str], prompts: list[str], other: str
-) -> dict[str, Any]:
-    """Perplexity by kind of target, and on the GPU what the top says."""
-    recipe, *given = name.split("+")
-    drafts = [other if draft == "other" else draft for draft in given]
+class Given(NamedTuple):
+    """What is measured on which texts; `other` is a draft model."""
+
+    model: str
+    documents: str
+    targets: Sequence[str]
+    prompts: list[str]
+    other: str
+    ranks: str
+
+
+def measure(given: Given, name: str, folder: Path) -> dict[str, Any]:
+    """Perplexity of a recipe by kind of target, and on the GPU what the top says."""
+    recipe, *drafts = name.split("+")
+    drafts = [given.other if draft == "other" else draft for draft in drafts]
+    prompts, options = given.prompts, {"shard.ranks": given.ranks}
     outcome: dict[str, Any] = {"recipe": name}
-    for target in targets if not drafts else [t for t in targets if t != "cpu"]:
-        path = qcompile.build(model, folder / f"{name}-{target}", target=target, recipe=recipe, drafts=drafts).path
+    for target in given.targets if not drafts else [t for t in given.targets if t != "cpu"]:
+        out = folder / f"{name}-{target}"
+        path = qcompile.build(given.model, out, target=target, recipe=recipe, drafts=drafts, options=options).path
         if target != "cpu" and prompts:
             with qcompile.load(path, max_batch=TOGETHER, prefix_caching=False) as llm:
                 if llm.engine.speculation.drafter:
@@ -161,7 +173,7 @@ def measure(
             continue
         with qcompile.load(path) as llm:
             kind = "cpu" if target == "cpu" else "gpu"
-            result = llm.perplexity(documents)
+            result = llm.perplexity(given.documents)
             outcome[kind] = {"perplexity": result.perplexity}
             print(name, kind, result.perplexity, flush=True)
             if kind == "gpu":
@@ -176,14 +188,18 @@ def main() -> None:
     named = [a.split("=", 1)[1].split(",") for a in options if a.startswith("--recipes=")]
     targets = (this_target(),) if "--gpu-only" in options else (this_target(), "cpu")
     files = next((a.split("=", 1)[1].split(",") for a in options if a.startswith("--prompts=")), [])
+    ranks = next((a.split("=", 1)[1] for a in options if a.startswith("--ranks=")), "1")
     other = next((a.split("=", 1)[1] for a in options if a.startswith("--draft=")), "")
     prompts = [json.loads(line)["prompt"] for file in files for line in Path(file).read_text("utf-8").splitlines()]
+    given = Given(model, documents, targets, prompts, other, ranks)
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for name in named[0] if named else RECIPES + CHAINS * bool(other):
-            rows.append(measure(model, documents, name, Path(folder), targets, prompts, other))
+            rows.append(measure(given, name, Path(folder)))
             if out:  # after each, as machines are lent by the minute
-                Path(out[0]).write_text(json.dumps({**facts(), "recipes": rows}, indent=1) + "\n", encoding="utf-8")
+                Path(out[0]).write_text(
+                    json.dumps({**facts(), "ranks": int(ranks), "recipes": rows}, indent=1) + "\n", encoding="utf-8"
+                )
 
 
 if __name__ == "__main__":

@@ -130,7 +130,11 @@ class RankRewriter:
     def _take_weight(self, product: fx.Node, spans: list[int], axis: int) -> None:
         """Replace the weight of `product` by `spans` of its outputs (`axis` 0) or inputs (1)."""
         weight, kind = ops.operand(product, "weight"), ops.name_of(product.target)
-        if ops.has_operand(product, "format"):
+        if ops.name_of(weight.target) == "upper_nibble":  # of a part: so a draft reads the model's codes
+            nested = ops.operand(weight, "weight")
+            taken = self.graph.call_weight("take_parts", nested, ops.operand(nested, "format"), spans, axis)
+            taken = self.graph.call_weight("upper_nibble", taken)
+        elif ops.has_operand(product, "format"):
             taken = self.graph.call_weight("take_parts", weight, ops.operand(product, "format"), spans, axis)
         else:
             first = int(kind in ("expert_linear", "gated_experts"))

@@ -134,7 +134,7 @@ class Schedule:
         """
         for draft in self.recipe.drafts:
             settings = self._settings | draft.settings(self.recipe.head)
-            passes = configure(settings, self.options, self.added)
+            passes = configure(settings, _of_target(self.target) | self.options, self.added)
             names = [rewrite.name for rewrite in passes]
             done = {one.kind.name for one in self.added if names.index(one.kind.name) < names.index(Cache.name)}
             kept = [rewrite for rewrite in passes[names.index(Speculate.name) :] if rewrite.name not in done]
@@ -174,12 +174,17 @@ def _configured(
     GPUs have no kernels for hierarchical caches of heads as large as latents.
     """
     kind = get_target(target).kind
-    of_target = {"salience.target": target, "latent.kind": kind, "shard.head": str(kind == "cuda").lower()}
-    passes = configure(settings, {**of_target, **options}, added)
+    passes = configure(settings, {**_of_target(target), **options}, added)
     (cache,) = (rewrite for rewrite in passes if isinstance(rewrite, Cache))
     if kind == "cpu" or not kv_format(cache.format).hierarchical:
         return passes
     return tuple(replace(rewrite, enabled=False) if isinstance(rewrite, Latent) else rewrite for rewrite in passes)
+
+
+def _of_target(target: str) -> dict[str, str]:
+    """The options of passes that depend on the target."""
+    kind = get_target(target).kind
+    return {"salience.target": target, "latent.kind": kind, "shard.head": str(kind == "cuda").lower()}
 
 
 def _check_extra_pass(rewrite: object) -> None:

@@ -252,15 +252,15 @@ def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions
     machine = targets.get_target(schedule.target)
     backend = backend_of(machine)
     passes = drafts.of_target(schedule.model_passes())
-    check_ranks(passes, drafts.shared_by_ranks(machine.kind), options.check_passes)
+    check_ranks(passes, drafts.unknown_to_ranks(machine.kind), options.check_passes)
     graphs, records = rewrite(model, passes, options, clock)
     table = WeightTable(backend.packing)
     with clock("lower"):
         program = backend.adapt(lower(graphs[-1], table, fidelity=(fidelity := Fidelity())))
         bits = bits_per_weight(graphs[-1])
-    paths = draft_paths(model, (graphs, records), drafts, options, table, clock)
-    paths = [replace(path, program=backend.adapt(path.program)) for path in paths]
+    paths = draft_paths(model, (graphs, records), drafts, options, table, clock, other_ranks)
     ranks = rank_programs(program, other_ranks(graphs, passes), table, backend.adapt)
+    paths = [_adapted(path, table, backend) for path in paths]
     made = graphs, program, table.weights, records, bits
     planned = CompilationPlan(*made, {}, b"", paths, drafts.lookup, ranks, fidelity)
     with clock("describe"):
@@ -275,6 +275,12 @@ def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions
         told = {"command": _command(named, schedule, drafts, options), "versions": describe.makers()}
         report = canonical_json(_report(planned, schedule) | told)
     return replace(planned, files=files, report=report)
+
+
+def _adapted(path: DraftPath, table: WeightTable, backend: Backend) -> DraftPath:
+    """A draft path with the programs that the target's code generation makes of its own, for all ranks."""
+    program = backend.adapt(path.program)
+    return replace(path, program=program, ranks=rank_programs(program, path.others, table, backend.adapt))
 
 
 def _small_files(planned: CompilationPlan) -> Files:

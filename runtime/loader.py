@@ -100,7 +100,7 @@ def load_artifact(
     """Read and verify the artifact at `path`, with its checked `manifest` if that was read before.
 
     Of an artifact for several processes, only the weights of rank `rank` stay in memory, and are in its own order. Rank
-    0 also has the drafts, which are not divided.
+    0 has all drafts, others those that all ranks compute.
     Raises ArtifactError if a single bit differs from what was built or the CPU lacks features, ResourceError if memory
     is short. No file of the artifact is executed before all of them are verified; with `kernels`, none is executed at
     all, and draft paths without a rebuilt library are left out.
@@ -114,10 +114,11 @@ def load_artifact(
         raise ArtifactError(f"{root}: library interface {runtime['abi']}, this qcompile has {CPU_ABI}; rebuild it")
     files: dict[str, dict[str, Any]] = manifest["files"]
     entries: list[dict[str, Any]] = runtime["weights"]
-    stages: list[dict[str, Any]] = [] if rank else runtime.get("levels") or []
+    stages: list[dict[str, Any]] = divided_stages(runtime) if rank else runtime.get("levels") or []
     ranks = runtime.get("ranks")
     own: Sequence[int] = ranks[rank] if ranks else range(len(entries))
-    held = dict.fromkeys([*own, *(index for stage in stages for index in stage.get("weights", []))])
+    drafted = [stage["ranks"][rank] if rank else stage.get("weights", []) for stage in stages]
+    held = dict.fromkeys([*own, *(index for indices in drafted for index in indices)])
     places = _place_weights([entries[index] for index in held], files, root)
     size = sum(_rounded(files[name]["bytes"]) for name in places)
     if size > available_memory():
@@ -140,14 +141,19 @@ def load_artifact(
     if ranks:
         _forget(arena, [*addresses.values()], [entries[index]["bytes"] for index in held])
     drafts = (
-        DraftLibrary(opened[stage["library"]], _pointers([addresses[i] for i in stage["weights"]]))
+        DraftLibrary(opened[stage["library"]], _pointers([addresses[index] for index in indices]))
         if stage.get("library") in opened
         else None
-        for stage in stages
+        for stage, indices in zip(stages, drafted, strict=True)
     )
     library = opened[runtime["library"]]
     pointers = _pointers([addresses[index] for index in own])
     return LoadedArtifact(root, manifest, arena, places, pointers, library, tuple(drafts))
+
+
+def divided_stages(runtime: dict[str, Any]) -> list[dict[str, Any]]:
+    """The draft stages of a manifest's `runtime` that all ranks of a divided model compute."""
+    return [stage for stage in runtime.get("levels") or [] if "ranks" in stage]
 
 
 def read_weights(artifact: LoadedArtifact) -> None:

@@ -111,6 +111,7 @@ _PATH: Shape = {
     "kv": Maybe(_KV),
     "passes": Maybe([{"name": str, "fired": int, "options": dict}]),
     "weights": [Whole()],
+    "ranks": Maybe([[Whole()]]),
 }
 
 
@@ -126,7 +127,7 @@ def check_manifest(manifest: dict[str, Any], place: str = "manifest") -> None:
     weights = Whole(0, len(runtime["weights"]) - 1)
     check_shape(runtime, {"ranks": Maybe([[weights]])}, f"{place}.runtime")
     for number, stage in enumerate(runtime.get("levels") or []):
-        shape = _LOOKUP if "lookup" in stage else _PATH | {"weights": [weights]}
+        shape = _LOOKUP if "lookup" in stage else _PATH | {"weights": [weights], "ranks": Maybe([[weights]])}
         check_shape(stage, shape, f"{place}.runtime.levels[{number}]")
     if tuned := manifest.get("tuned"):
         _check_times(tuned["table"], f"{place}.tuned.table")

@@ -8,7 +8,7 @@ and last prompt lookup, which needs no model.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -57,7 +57,8 @@ class DraftPath:
     `gamma` and `threshold` are described in recipes.RecipeDraft. If the path `shares_cache`, it reads and writes the
     target's KV cache. `tokenizer` is its tokenizer.json if that differs from the target's, and `start` is the first
     token of its texts (None if there is none). `tokens` are the target's tokens that a draft head proposes, int32 by
-    their numbers in the head; None if these are the same.
+    their numbers in the head; None if these are the same. `others` are the graphs of the path of ranks 1 and up, if all
+    ranks of a divided model compute it, and `ranks` the programs of all of them.
     """
 
     name: str
@@ -70,6 +71,8 @@ class DraftPath:
     tokenizer: bytes | None = None
     start: int | None = None
     tokens: bytes | None = None
+    others: Sequence[Graph] = ()
+    ranks: Sequence[Program] = ()
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -91,6 +94,7 @@ class DraftPath:
             "gamma": self.gamma,
             "threshold": self.threshold,
             "weights": [places[name] for name in self.program.weights],
+            **({"ranks": [[places[name] for name in one.weights] for one in self.ranks]} if self.ranks else {}),
             "max_position": self.program.max_position,
             "kv": None if self.shares_cache else self.program.cache_facts,
             "passes": [record.facts for record in self.passes],
@@ -109,7 +113,13 @@ RecipeDrafts = Sequence[tuple[RecipeDraft, tuple[Pass, ...]]]
 """The drafts of a recipe, each with the passes that derive it from the quantized graph."""
 
 
-def recipe_paths(drafts: RecipeDrafts, quantized: Graph, table: WeightTable, clock: Clock) -> list[DraftPath]:
+Divide = Callable[[Sequence[Graph], Sequence[Pass]], list[Graph]]
+"""The last graphs of ranks 1 and up, from those of rank 0 after each pass (passes/rank_graphs.py)."""
+
+
+def recipe_paths(
+    drafts: RecipeDrafts, quantized: Graph, table: WeightTable, clock: Clock, divide: Divide
+) -> list[DraftPath]:
     """The recipe's drafts, derived from the target's `quantized` graph: they share its weights and its cache.
 
     Raises UsageError if the options make a draft equal to the target.
@@ -121,7 +131,8 @@ def recipe_paths(drafts: RecipeDrafts, quantized: Graph, table: WeightTable, clo
         if not records[0].fired and not program.kv.hierarchical:
             raise UsageError("the recipe's draft is the target itself: set other speculate options")
         name = f"draft{len(paths) + 1}"
-        paths.append(DraftPath(name, program, graphs, records, True, draft.gamma, draft.threshold))
+        others = divide([quantized, *graphs], passes)
+        paths.append(DraftPath(name, program, graphs, records, True, draft.gamma, draft.threshold, others=others))
     return paths
 
 
@@ -173,14 +184,13 @@ class Drafts:
         """Whether there are drafts."""
         return bool(self.recipe or self.models or self.lookup or self.head)
 
-    def shared_by_ranks(self, kind: str) -> str:
-        """The drafts that need all processes of a divided model on a target of a `kind`; empty if there are none.
+    def unknown_to_ranks(self, kind: str) -> str:
+        """The drafts that processes of a divided model cannot run on a target of a `kind`; empty if there are none.
 
-        On CPUs the first process has separate models, heads and lookups for itself.
+        All ranks compute the drafts of a recipe, and the first process looks up. On CPUs it has other models and heads
+        for itself.
         """
-        if self.recipe:
-            return "drafts of a recipe, which share the model's weights,"
-        return f"drafts on {kind} targets" if self.any and kind != "cpu" else ""
+        return f"draft models and heads on {kind} targets" if kind != "cpu" and (self.models or self.head) else ""
 
     def remarks(self, said: tuple[str, ...]) -> tuple[str, ...]:
         """The remarks `said` of the target, but for that on a module which drafts."""
@@ -300,17 +310,25 @@ def check_company(head: str | Path, target: Target, recipe: bool, others: bool, 
 
 
 def draft_paths(
-    model: Any, rewritten: Rewritten, drafts: Drafts, options: ImportOptions, table: WeightTable, clock: Clock
+    model: Any,
+    rewritten: Rewritten,
+    drafts: Drafts,
+    options: ImportOptions,
+    table: WeightTable,
+    clock: Clock,
+    divide: Divide,
 ) -> list[DraftPath]:
     """The drafts of the target `model`, in order: the recipe's, then the separate models, or a head.
 
-    `rewritten` are the target's graphs and passes, and `options` say how it was imported. Raises QCompileError.
+    `rewritten` are the target's graphs and passes, and `options` say how it was imported. `divide` makes the graphs of
+    a recipe's draft for other ranks. Raises QCompileError.
     """
     graphs, records = rewritten
     if drafts.head is not None:
         return [drafts.head.path(graphs, records, table, clock)]
-    quantized = [graph for graph in graphs if graph.stage == "quantize"][-1]
-    paths = recipe_paths(drafts.recipe, quantized, table, clock)
+    whole = (graph for graph in graphs if graph.stage == "quantize" and not graph.calls("all_reduce"))
+    quantized = [*whole][-1]  # drafts are divided after they are derived: groups of a row's inputs stay whole
+    paths = recipe_paths(drafts.recipe, quantized, table, clock, divide)
     alone = not paths and len(drafts.models) + drafts.lookup == 1
     for other in drafts.models:
         draft = SeparateDraft(other, drafts.passes, other_tokenizer(model, other), alone)

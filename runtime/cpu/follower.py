@@ -31,22 +31,26 @@ def main() -> None:
     """Read the settings from standard input, follow rank 0, and exit: 0 if it ended, 1 if this rank could not open."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is rank 0's, which ends the others
     settings = RankSettings(**json.loads(sys.stdin.readline()))
-    memory = SharedMemory(settings.size, int(sys.argv[1]))
+    memory = SharedMemory(settings.sizes, int(sys.argv[1]))
     opened: list[FollowerMemory] = []
     threading.Thread(target=_watch, args=(memory, opened), daemon=True).start()
     try:
         manifest = read_same_manifest(settings.root, settings.sealed)
         artifact = load_artifact(settings.root, manifest, settings.rank)
-        executor = open_rank(artifact, settings)
-        assert executor.handle
-        opened.append(FollowerMemory(CpuMemory(artifact, executor.caches), memory, settings.rank))
-        join(artifact.library, executor.handle, memory, len(manifest["runtime"]["ranks"]), settings.rank)
+        paths = open_rank(artifact, settings)
+        opened.append(FollowerMemory(CpuMemory(artifact, paths[0].caches), memory, settings.rank))
+        join(paths, memory, len(manifest["runtime"]["ranks"]), settings.rank)
     except QCompileError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         sys.exit(1)
     print(json.dumps({"ready": True}), flush=True)
-    artifact.library.qc_follow(executor.handle)
-    executor.close()
+    threads = [threading.Thread(target=path.library.qc_follow, args=(path.handle,)) for path in paths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for path in reversed(paths):
+        path.close()
 
 
 def _watch(memory: SharedMemory, opened: list[FollowerMemory]) -> None:

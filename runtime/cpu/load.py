@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ from qcompile.runtime.cpu.heads import LibraryHeadSpeculator
 from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory, join
 from qcompile.runtime.cpu.speculate import LibrarySpeculator
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
-from qcompile.runtime.loader import Arena, LoadedArtifact
+from qcompile.runtime.loader import Arena, LoadedArtifact, divided_stages
 from qcompile.runtime.speculation.head_tokens import head_tokens
 from qcompile.runtime.speculation.reencode import Reencoder, open_reencoder
 from qcompile.runtime.speculation.stages import Drafter, DraftStage, Speculator
@@ -60,9 +61,6 @@ def open_cpu(
     with ExitStack() as undo:
         executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits, states=states)
         undo.callback(executor.close)
-        if ranks > 1:
-            executor.ranks = _start_ranks(artifact, executor, ranks, max_batch)
-            executor.embed_width = 0  # a plan has no embeddings
         drafter: Drafter | None = None
         if stages and stages[0].get("tokenizer"):
             drafter = _open_reencoder(artifact, stages[0], executor, tokenizer, max_batch, undo)
@@ -70,8 +68,22 @@ def open_cpu(
             drafter = _open_head(artifact, stages, executor, undo)
         elif stages:
             drafter = _open_stages(artifact, stages, executor, _Caches(arena, states, max_batch), undo)
+        if ranks > 1:
+            divided = [executor, *_divided(stages, drafter)]
+            processes = _start_ranks(artifact, divided, ranks, max_batch)
+            for path in divided:
+                path.ranks = processes
+            executor.embed_width = 0  # a plan has no embeddings
         undo.pop_all()
     return executor, drafter
+
+
+def _divided(stages: Sequence[dict[str, Any]], drafter: Drafter | None) -> list[Executor]:
+    """The executors of the draft `stages` that all ranks compute: those that share the model's weights."""
+    if not isinstance(drafter, LibrarySpeculator):
+        return []
+    opened = [stage.executor for stage, entry in zip(drafter.stages, stages, strict=True) if "ranks" in entry]
+    return [executor for executor in opened if isinstance(executor, Executor)]
 
 
 def _limits(manifest: Manifest, rows: int) -> Limits:
@@ -81,26 +93,37 @@ def _limits(manifest: Manifest, rows: int) -> Limits:
     return Limits(rows, runtime["vocab_size"], kv["page_tokens"], position, kv.get("ring_tokens") or 0)
 
 
-def _start_ranks(artifact: LoadedArtifact, executor: Executor, ranks: int, max_batch: int) -> RankProcesses:
-    """Start the processes of the other ranks, and join them. Raises ResourceError if one cannot open the model."""
-    assert executor.handle
-    memory = SharedMemory(artifact.library.qc_rank_bytes(executor.handle))
-    join(artifact.library, executor.handle, memory, ranks, 0)
-    limits, root = executor.limits, str(artifact.root.absolute())
+def _start_ranks(artifact: LoadedArtifact, paths: Sequence[Executor], ranks: int, max_batch: int) -> RankProcesses:
+    """Start the processes of the other ranks, and join them. `paths`: those that all ranks compute, the model's first.
+
+    Raises ResourceError if one cannot open the model.
+    """
+    memory = SharedMemory([path.library.qc_rank_bytes(path.handle) for path in paths])
+    join(paths, memory, ranks, 0)
+    executor, root = paths[0], str(artifact.root.absolute())
+    limits = executor.limits
     sizes = executor.kv_pages, executor.threads, max_batch, limits.max_tokens, limits.max_position
-    shared = memory.size, artifact.manifest["sha256"]
+    shared = memory.sizes, len(paths) > 1, artifact.manifest["sha256"]
     settings = [RankSettings(root, rank, *sizes, *shared) for rank in range(1, ranks)]
     return RankProcesses(memory, settings)
 
 
-def open_rank(artifact: LoadedArtifact, settings: RankSettings) -> Executor:
-    """Open the artifact's part of one rank as rank 0 has opened its own, but for joining it."""
+def open_rank(artifact: LoadedArtifact, settings: RankSettings) -> list[Executor]:
+    """Open the artifact's part of one rank as rank 0 has opened its own, but for joining it: the model, and drafts."""
     kv = artifact.manifest["runtime"]["kv"]
     limits = _limits(artifact.manifest, settings.max_tokens)._replace(max_position=settings.max_position)
     bind(artifact.library)
     arena, states = Arena(settings.pages * kv["page_bytes"]), _states(kv, settings.max_batch)
     given = arena, settings.pages, settings.threads, limits
-    return Executor(artifact.library, artifact.pointers, *given, states=states)
+    paths = [Executor(artifact.library, artifact.pointers, *given, states=states)]
+    stages = divided_stages(artifact.manifest["runtime"]) if settings.drafts else []
+    for stage, draft in zip(stages, artifact.drafts, strict=bool(stages)):
+        if draft is None:
+            raise ArtifactError(f"{artifact.root}: a draft that shares the model's weights has no library")
+        bind(draft.library)
+        of_draft = limits._replace(max_position=stage["max_position"])
+        paths.append(Executor(draft.library, draft.pointers, *given[:3], of_draft, paths[0], states))
+    return paths
 
 
 class _Caches(NamedTuple):

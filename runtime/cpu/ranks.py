@@ -8,10 +8,12 @@ they live, and ends them.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.ranks.crew import start
@@ -20,15 +22,20 @@ from qcompile.runtime.ranks.processes import RankProcess
 
 # Words of the header: RankHeader in ranks.h. A count has 16 words; those of finished steps follow that of planned ones.
 _FAILED, _ENDED, _PLANNED, _COUNT = 0, 1, 16, 16
+_PAGE = 4096
 _PATIENCE = 5.0
 """Seconds that a rank has to end by itself."""
 
 
 class SharedMemory:
-    """Zeroed memory that processes share through the file `descriptor`; rank 0 makes it, others open it."""
+    """Zeroed memory that processes share through the file `descriptor`; rank 0 makes it, others open it.
 
-    def __init__(self, size: int, descriptor: int | None = None) -> None:
-        self.size = size
+    It has a part for each path of the model, of `sizes` bytes, which begins with a header.
+    """
+
+    def __init__(self, sizes: Sequence[int], descriptor: int | None = None) -> None:
+        self.sizes = [-(-size // _PAGE) * _PAGE for size in sizes]
+        size = sum(self.sizes)
         if descriptor is None:
             descriptor = os.memfd_create("qcompile-ranks")
             os.ftruncate(descriptor, size)
@@ -37,25 +44,30 @@ class SharedMemory:
             self._map = mmap.mmap(descriptor, size)
         except OSError as error:
             raise ResourceError(f"cannot share {size:,} bytes of memory between ranks: {error}") from error
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._words = (ctypes.c_uint32 * (size // 4)).from_buffer(self._map)
+        starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.addresses = [address + start for start in starts]
+        """Where the part of each path begins."""
+        self._words = [(ctypes.c_uint32 * (_PAGE // 4)).from_buffer(self._map, start) for start in starts]
 
     @property
     def failed(self) -> bool:
         """Whether a rank has failed, so that no step will be complete again."""
-        return bool(self._words[_FAILED])
+        return any(words[_FAILED] for words in self._words)
 
     def fail(self) -> None:
         """Make all steps of all ranks return."""
-        self._words[_FAILED] = 1
+        for words in self._words:
+            words[_FAILED] = 1
 
     def end(self) -> None:
         """Make the other ranks end, after their step."""
-        self._words[_ENDED] = 1
+        for words in self._words:
+            words[_ENDED] = 1
 
     def settled(self, rank: int) -> bool:
         """Whether a rank but the first has finished all steps that rank 0 has planned."""
-        return bool(self._words[_PLANNED] == self._words[_PLANNED + _COUNT * (1 + rank)])
+        return all(words[_PLANNED] == words[_PLANNED + _COUNT * (1 + rank)] for words in self._words)
 
     def close(self) -> None:
         """Close the file; the memory stays until nothing refers to it."""
@@ -72,6 +84,8 @@ class QcRanks(ctypes.Structure):
         ("bytes", ctypes.c_int64),
         ("ranks", ctypes.c_int32),
         ("rank", ctypes.c_int32),
+        ("other_paths", ctypes.c_void_p),
+        ("other_count", ctypes.c_int32),
     ]
 
 
@@ -86,8 +100,10 @@ class RankSettings(NamedTuple):
     max_batch: int
     max_tokens: int
     max_position: int
-    size: int
-    """Bytes of the shared memory."""
+    sizes: list[int]
+    """Bytes of the shared memory of each path."""
+    drafts: bool
+    """Whether draft paths are open."""
     sealed: str
     """The hash of the manifest that rank 0 has read."""
 
@@ -142,8 +158,19 @@ class RankProcesses:
         self.memory.close()
 
 
-def join(library: Any, handle: int, memory: SharedMemory, ranks: int, rank: int) -> None:
-    """Join an opened model to its other ranks. Raises ResourceError if the library refuses."""
-    given = QcRanks(memory.address, memory.size, ranks, rank)
-    if library.qc_join(handle, ctypes.byref(given)):
-        raise ResourceError(f"rank {rank} of {ranks} cannot join the others: build the artifact again")
+class OpenedPath(Protocol):
+    """A path of a divided model: the executor of the model or of a draft that shares its weights."""
+
+    library: Any
+    handle: int | None
+
+
+def join(paths: Sequence[OpenedPath], memory: SharedMemory, ranks: int, rank: int) -> None:
+    """Join the opened paths of a rank to those of the others. Raises ResourceError if a library refuses."""
+    for number, path in enumerate(paths):
+        rest = [address for other, address in enumerate(memory.addresses) if other != number]
+        others = (ctypes.c_void_p * len(rest))(*rest)
+        place = memory.addresses[number], memory.sizes[number]
+        given = QcRanks(*place, ranks, rank, ctypes.addressof(others), len(rest))
+        if path.library.qc_join(path.handle, ctypes.byref(given)):
+            raise ResourceError(f"rank {rank} of {ranks} cannot join the others: build the artifact again")

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from qcompile.artifact.reader import read_same_manifest
@@ -38,16 +39,17 @@ def main() -> None:
     try:
         gpu = driver(settings.rank)
         failed = FailWord(gpu)
-        rank = load_rank(settings.root, read_same_manifest(settings.root, settings.sealed), settings.rank)
+        manifest = read_same_manifest(settings.root, settings.sealed)
+        rank = load_rank(settings.root, manifest, settings.rank, settings.drafts)
         _say(free=gpu.memory()[0])
-        executor, opened = _joined(rank, settings.rank, failed)
+        executors, opened = _joined(rank, settings.rank, failed)
     except QCompileError as error:
         _say(error=str(error))
         sys.exit(1)
     threading.Thread(target=_watch, args=(failed,), daemon=True).start()
     threading.Thread(target=_beat, args=(memory, settings.rank, failed), daemon=True).start()
     _say(ready=True)
-    follow(executor, memory, settings.rank, bell)
+    follow(executors, memory, settings.rank, bell)
     gpu.use()
     gpu.synchronize()
     for address in opened:
@@ -55,29 +57,34 @@ def main() -> None:
     # The end of the process frees the memory: another rank may have not closed it yet.
 
 
-def _joined(rank: LoadedRank, number: int, failed: FailWord) -> tuple[CudaExecutor, list[int]]:
-    """This rank's executor, and the addresses of the other ranks' peer memory."""
-    executor = rank.open(**json.loads(sys.stdin.readline()))
-    own = executor.memory.peer_memory
-    _say(handle=executor.driver.share(own).hex())
-    handles = [bytes.fromhex(handle) for handle in json.loads(sys.stdin.readline())["handles"]]
-    opened = [executor.driver.open_shared(handle) for place, handle in enumerate(handles) if place != number]
-    executor.join(number, [*opened[:number], own, *opened[number:]], failed.address)
-    return executor, opened
+def _joined(rank: LoadedRank, number: int, failed: FailWord) -> tuple[list[CudaExecutor], list[int]]:
+    """This rank's executors, the model's first, and the addresses of the other ranks' peer memory."""
+    executors = rank.open(**json.loads(sys.stdin.readline()))
+    _say(handles=[rank.gpu.share(each.memory.peer_memory).hex() for each in executors])
+    handles = json.loads(sys.stdin.readline())["handles"]
+    opened: list[int] = []
+    for path, executor in enumerate(executors):
+        peers = [
+            executor.memory.peer_memory if place == number else rank.gpu.open_shared(bytes.fromhex(each[path]))
+            for place, each in enumerate(handles)
+        ]
+        opened += peers[:number] + peers[number + 1 :]
+        executor.join(number, peers, failed.address)
+    return executors, opened
 
 
 def _say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def follow(executor: CudaExecutor, memory: SharedPlan, rank: int, bell: int) -> None:
-    """Do what the plan says, until it ends or a rank fails."""
+def follow(executors: Sequence[CudaExecutor], memory: SharedPlan, rank: int, bell: int) -> None:
+    """Do what the plan says with the executors of all paths, until it ends or a rank fails."""
     while not memory.failed:
         os.eventfd_read(bell)
         for record in memory.records(rank):
             if record.kind == PlanKind.END:
                 return
-            _repeat(executor, record)
+            _repeat(executors[record.path], record)
 
 
 def _repeat(executor: CudaExecutor, record: Record) -> None:

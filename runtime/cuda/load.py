@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,7 @@ from qcompile.runtime.cuda.sleep import CudaMemory
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
 from qcompile.runtime.cuda.weights import upload_rank, upload_weights
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
+from qcompile.runtime.loader import divided_stages
 from qcompile.runtime.options import STEP_TOKENS
 from qcompile.runtime.speculation.head_tokens import head_tokens
 from qcompile.runtime.speculation.host import HostSpeculator
@@ -71,8 +72,8 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
     than the kernels take).
     """
     if (ranks := len(manifest["runtime"].get("ranks") or [0])) > 1:
-        divided = open_divided(root, manifest, ranks, max_batch, kv_cache_bytes, memory_share, step_rows)
-        return OpenedCuda(divided, None, f"{ranks} processes compute it together")
+        given = max_batch, kv_cache_bytes, memory_share, drafts, step_rows
+        return OpenedCuda(*open_divided(root, manifest, ranks, *given), f"{ranks} processes compute it together")
     gpu = driver()
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
@@ -113,42 +114,54 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
 
 
 class LoadedRank(NamedTuple):
-    """A rank of a divided model, with its kernels and weights on its GPU, but without the memory of its executor."""
+    """A rank of a divided model, with its kernels and weights on its GPU, but without the memory of its executors.
+
+    plans: of the model, and of the draft `stages` that all ranks compute.
+    """
 
     gpu: Driver
-    plan: dict[str, Any]
+    plans: list[dict[str, Any]]
+    stages: list[dict[str, Any]]
     functions: dict[str, int]
     weights: dict[str, int]
     limits: Limits
     held: list[int]
     modules: list[ctypes.c_void_p]
 
-    def open(self, pages: int, rows: int, slots: int) -> CudaExecutor:
-        """The executor, with `pages` pages of cache, for steps of `rows` rows and `slots` requests at once."""
+    def open(self, pages: int, rows: int, slots: int) -> list[CudaExecutor]:
+        """The executors of all paths, with `pages` pages of cache, for steps of `rows` rows and `slots` requests."""
         limits = self.limits._replace(max_tokens=rows, slots=slots)
-        executor = CudaExecutor(self.gpu, self.plan, self.functions, self.weights, pages, limits)
-        executor.adopt(self.held, self.modules)
-        return executor
+        target = CudaExecutor(self.gpu, self.plans[0], self.functions, self.weights, pages, limits)
+        target.adopt(self.held, self.modules)
+        with ExitStack() as undo:
+            undo.callback(target.close)
+            drafts = _open_stages(undo, target, self.stages, self.plans[1:], (self.functions, self.weights))
+            undo.pop_all()
+        return [target, *(draft.executor for draft in drafts if isinstance(draft.executor, CudaExecutor))]
 
     def free(self) -> None:
         """Free the GPU's memory, if no executor has taken it."""
         _free(self.gpu, self.held, self.modules)
 
 
-def load_rank(root: str | Path, manifest: Manifest, rank: int) -> LoadedRank:
-    """Load the kernels and weights of one rank to the GPU of that number, and verify its share of the files."""
+def load_rank(root: str | Path, manifest: Manifest, rank: int, drafts: bool) -> LoadedRank:
+    """Load the kernels and weights of one rank to the GPU of that number, and verify its share of the files.
+
+    With `drafts`, those of drafts that all ranks compute, too.
+    """
     gpu, root = driver(rank), Path(root)
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
     small = _read_other_files(root, manifest)
-    plan = json.loads(small[runtime["library"]])
-    rows = min(STEP_TOKENS["cuda"], runtime["max_tokens"], plan["most_rows"])
+    stages = divided_stages(runtime) if drafts else []
+    plans = [json.loads(small[path["library"]]) for path in (runtime, *stages)]
+    rows = min(STEP_TOKENS["cuda"], runtime["max_tokens"], plans[0]["most_rows"])
     sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens") or 0, 0, runtime.get("max_outputs") or 0)
-    loaded = LoadedRank(gpu, plan, {}, {}, limits, [], [])
+    loaded = LoadedRank(gpu, plans, stages, {}, {}, limits, [], [])
     try:
         folder = PurePosixPath(runtime["library"]).parent
-        loaded.functions.update(_load_kernels(gpu, [plan], folder, small, loaded.modules))
+        loaded.functions.update(_load_kernels(gpu, plans, folder, small, loaded.modules))
         loaded.weights.update(upload_rank(gpu, root, manifest, rank, loaded.held))
     except BaseException:
         loaded.free()
@@ -163,36 +176,53 @@ def open_divided(
     max_batch: int,
     kv_cache_bytes: int | None,
     memory_share: float,
+    drafts: bool,
     step_rows: int | None,
-) -> CudaExecutor:
+) -> tuple[CudaExecutor, Drafter | None]:
     """Open a model that is divided over `ranks` GPUs, as rank 0; the other ranks have processes of their own.
 
-    `kv_cache_bytes` are those of all GPUs together.
+    `kv_cache_bytes` are those of all GPUs together. With `drafts`, all ranks open the drafts, too. The host starts each
+    step of rounds: the others repeat what it starts.
     """
     gpu = driver()
     check_gpus(gpu, ranks, root)
     with ExitStack() as undo:
-        processes = CudaRanks(root, manifest["sha256"], ranks, gpu)
+        processes = CudaRanks(root, manifest["sha256"], ranks, gpu, drafts)
         undo.callback(processes.close)
-        own = load_rank(root, manifest, 0)
+        own = load_rank(root, manifest, 0, drafts)
         undo.callback(own.free)
         limits = own.limits._replace(slots=max_batch, max_tokens=step_rows or own.limits.max_tokens)
-        page_bytes, slot_bytes = manifest["runtime"]["kv"]["page_bytes"], own.plan.get("slot_bytes", 0)
+        page_bytes, slot_bytes = manifest["runtime"]["kv"]["page_bytes"], own.plans[0].get("slot_bytes", 0)
         most_pages = max_batch * limits.pages_for(limits.max_position)
         if kv_cache_bytes is not None and page_bytes:
             most_pages, memory_share = requested_pages(kv_cache_bytes, ranks * page_bytes), 1.0
         room = _Room(page_bytes, slot_bytes, most_pages, memory_share, step_rows is None)
         free, total = gpu.memory()
-        limits, pages = _fitting([own.plan], limits, room, min(free, processes.loaded()), total)
-        executor = own.open(pages, limits.max_tokens, limits.slots)
+        limits, pages = _fitting(own.plans, limits, room, min(free, processes.loaded()), total)
+        executors = own.open(pages, limits.max_tokens, limits.slots)
         undo.pop_all()
-        undo.callback(executor.close)
+        for executor in executors:
+            undo.callback(executor.close)
         undo.callback(processes.close)
         sizes = {"pages": pages, "rows": limits.max_tokens, "slots": limits.slots}
-        peers = processes.join(sizes, gpu, executor.memory.peer_memory)
-        executor.join(0, peers, processes.failed.address, processes)
+        peers = processes.join(sizes, gpu, [executor.memory.peer_memory for executor in executors])
+        for path, (executor, addresses) in enumerate(zip(executors, peers, strict=True)):
+            executor.join(0, addresses, processes.failed.address, processes.of_path(path))
         undo.pop_all()
-    return executor
+    stages = manifest["runtime"].get("levels") or [] if drafts else []
+    return executors[0], _host_drafter(executors, stages)
+
+
+def _host_drafter(executors: Sequence[CudaExecutor], stages: Sequence[dict[str, Any]]) -> Drafter | None:
+    """The drafts of a divided model, of which the first of `executors` is the target."""
+    rest = iter(executors[1:])
+    opened = [
+        DraftStage(next(rest), stage["gamma"], True, threshold=stage["threshold"])
+        if "library" in stage
+        else DraftStage(None, stage["gamma"], match=stage["lookup"])
+        for stage in stages
+    ]
+    return HostSpeculator(executors[0], opened) if opened else None
 
 
 class _Room(NamedTuple):
@@ -336,8 +366,8 @@ def _of_drafts(limits: Limits) -> Limits:
 
 def _buffers(plans: list[dict[str, Any]], limits: Limits) -> int:
     """Estimated bytes of all paths apart from weights and cache; the first plan is the target's."""
-    peers = peer_bytes(plans[0]["sums"], limits.max_tokens) if "sums" in plans[0] else 0
     by_plan = [(plan, _of_drafts(limits) if i else limits) for i, plan in enumerate(plans)]
+    peers = sum(peer_bytes(plan["sums"], most.max_tokens) for plan, most in by_plan if "sums" in plan)
     size = sum(activation_bytes(plan, most) for plan, most in by_plan)
     if len(plans) > 1:
         size += sum(feature_bytes(plan, most.max_tokens) for plan, most in by_plan)

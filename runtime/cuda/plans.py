@@ -23,7 +23,7 @@ from qcompile.runtime.ranks.failure import RankFailure
 _HEADER = 4096
 _FAILED, _WRITTEN, _READ = 0, 8, 16  # words of 64 bits; from _READ on, each rank has a line of them
 _LINE, _BEAT = 8, 1
-_RECORD = struct.Struct("<iiii")
+_RECORD = struct.Struct("<hhiii")
 _ALIGNMENT = 16
 _NAP = 50e-6
 
@@ -44,8 +44,9 @@ class PlanKind(IntEnum):
 
 
 class Record(NamedTuple):
-    """One record of a plan."""
+    """One record of a plan, for the model (path 0) or for a draft that all processes compute."""
 
+    path: int
     kind: PlanKind
     first: int
     second: int
@@ -91,7 +92,7 @@ class SharedPlan:
 
     # ---- rank 0 -------------------------------------------------------------------------------
 
-    def write(self, readers: int, kind: PlanKind, first: int, second: int, parts: Sequence[Any]) -> None:
+    def write(self, readers: int, path: int, kind: PlanKind, first: int, second: int, parts: Sequence[Any]) -> None:
         """Append a record, once all `readers` have read what is in its place. Does nothing if a rank has failed."""
         length = sum(len(part) for part in parts)
         need = _padded(_RECORD.size + length)
@@ -102,12 +103,12 @@ class SharedPlan:
         if left < need + _RECORD.size:  # so a mark always fits
             if not self._await_room(readers, end + left + need):
                 return
-            _RECORD.pack_into(self._ring, end % self.size, PlanKind.SKIP, 0, 0, left - _RECORD.size)
+            _RECORD.pack_into(self._ring, end % self.size, 0, PlanKind.SKIP, 0, 0, left - _RECORD.size)
             end += left
         elif not self._await_room(readers, end + need):
             return
         at = end % self.size
-        _RECORD.pack_into(self._ring, at, kind, first, second, length)
+        _RECORD.pack_into(self._ring, at, path, kind, first, second, length)
         at += _RECORD.size
         for part in parts:
             self._ring[at : at + len(part)] = part
@@ -136,21 +137,25 @@ class SharedPlan:
         """The records that are there for `rank`, each of which has been read when the next one is asked for."""
         place = _READ + rank * _LINE
         while (at := int(self._words[place])) < self._words[_WRITTEN]:
-            kind, first, second, length = _RECORD.unpack_from(self._ring, at % self.size)
+            path, kind, first, second, length = _RECORD.unpack_from(self._ring, at % self.size)
             begin = at % self.size + _RECORD.size
             if kind != PlanKind.SKIP:
-                yield Record(PlanKind(kind), first, second, self._ring[begin : begin + length])
+                yield Record(path, PlanKind(kind), first, second, self._ring[begin : begin + length])
             self._words[place] = at + _padded(_RECORD.size + length)
 
 
 class PlanWriter:
-    """Writes the plan of each step, and wakes the ranks by their `bells` (eventfd descriptors)."""
+    """Writes the plan of each step of a path, and wakes the ranks by their `bells` (eventfd descriptors)."""
 
-    def __init__(self, memory: SharedPlan, bells: Sequence[int]) -> None:
-        self.memory, self._bells = memory, bells
+    def __init__(self, memory: SharedPlan, bells: Sequence[int], path: int = 0) -> None:
+        self.memory, self._bells, self._path = memory, bells, path
+
+    def of(self, path: int) -> PlanWriter:
+        """The writer for another path: records of all paths are read in the order in which they are written."""
+        return PlanWriter(self.memory, self._bells, path)
 
     def _write(self, kind: PlanKind, *parts: Any, first: int = 0, second: int = 0) -> None:
-        self.memory.write(len(self._bells), kind, first, second, parts)
+        self.memory.write(len(self._bells), self._path, kind, first, second, parts)
         for bell in self._bells:
             os.eventfd_write(bell, 1)
 

@@ -14,12 +14,13 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.cuda.driver import Driver
-from qcompile.runtime.cuda.plans import PlanWriter, SharedPlan
+from qcompile.runtime.cuda.plans import OtherRanks, PlanWriter, SharedPlan
 from qcompile.runtime.ranks.crew import start
 from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.ranks.processes import RankProcess
@@ -45,6 +46,8 @@ class GpuRankSettings(NamedTuple):
     rank: int
     size: int
     """Bytes of the memory with the plan."""
+    drafts: bool
+    """Whether to open the drafts that all ranks compute."""
     sealed: str
     """The hash of the manifest that rank 0 has read."""
 
@@ -90,12 +93,12 @@ def check_gpus(gpu: Driver, ranks: int, root: Path) -> None:
 class CudaRanks:
     """The processes of ranks 1 and up, from before rank 0 loads its weights to the end.
 
-    sealed: the hash of the manifest that rank 0 has read.
+    sealed: the hash of the manifest that rank 0 has read. drafts: whether they open drafts.
 
     `loaded` waits until all have loaded theirs, `join` until all can sum. Raises ResourceError if one cannot.
     """
 
-    def __init__(self, root: Path, sealed: str, ranks: int, gpu: Driver) -> None:
+    def __init__(self, root: Path, sealed: str, ranks: int, gpu: Driver, drafts: bool) -> None:
         self._memory = SharedPlan(_PLAN_BYTES)
         self._bells = [os.eventfd(0) for _ in range(1, ranks)]
         self.plans = PlanWriter(self._memory, self._bells)
@@ -106,7 +109,7 @@ class CudaRanks:
         try:
             for rank, bell in enumerate(self._bells, start=1):
                 self._processes.append(start(rank, "cuda", [self._memory.descriptor, bell]))
-                settings = GpuRankSettings(str(root.absolute()), rank, _PLAN_BYTES, sealed)
+                settings = GpuRankSettings(str(root.absolute()), rank, _PLAN_BYTES, drafts, sealed)
                 self._processes[-1].tell(settings._asdict())
         except BaseException:
             self.close()
@@ -121,20 +124,25 @@ class CudaRanks:
         """Wait until all have loaded their weights. Returns the fewest bytes of memory that a GPU has left."""
         return min(int(answer["free"]) for answer in self._answers())
 
-    def join(self, sizes: dict[str, int], gpu: Driver, own: int) -> list[int]:
-        """Have all open the model with these `sizes`, and exchange peer memory, of which rank 0 has that at `own`.
+    def join(self, sizes: dict[str, int], gpu: Driver, own: Sequence[int]) -> list[list[int]]:
+        """Have all open the model with these `sizes`, and exchange the peer memory of each path; rank 0 has `own`.
 
-        Returns the addresses of the peer memory of all ranks.
+        Returns for each path the addresses of the peer memory of all ranks.
         """
         self._tell(sizes)
-        handles = [gpu.share(own).hex(), *(answer["handle"] for answer in self._answers())]
+        handles = [[gpu.share(address).hex() for address in own], *(answer["handles"] for answer in self._answers())]
         self._tell({"handles": handles})
-        self._opened = [gpu.open_shared(bytes.fromhex(handle)) for handle in handles[1:]]
+        others = [[gpu.open_shared(bytes.fromhex(handle)) for handle in each] for each in handles[1:]]
+        self._opened = [address for each in others for address in each]
         for _ in self._answers():
             pass
         for process in self._processes:
             threading.Thread(target=self._watch, args=(process,), name=f"rank-{process.rank}", daemon=True).start()
-        return [own, *self._opened]
+        return [list(of_path) for of_path in zip(own, *others, strict=True)]
+
+    def of_path(self, path: int) -> OtherRanks:
+        """These processes as the executor of a path uses them."""
+        return PathRanks(self, path)
 
     def check(self) -> None:
         """Raise ResourceError if a rank has ended."""
@@ -191,3 +199,23 @@ class CudaRanks:
         for bell in self._bells:
             os.close(bell)
         self._memory.close()
+
+
+class PathRanks:
+    """The processes of ranks 1 and up, as the executor of one path uses them. The first that is closed ends them."""
+
+    def __init__(self, whole: CudaRanks, path: int) -> None:
+        self._whole, self.plans, self.failure = whole, whole.plans.of(path), whole.failure
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes' numbers, from rank 1 on."""
+        return self._whole.pids
+
+    def check(self) -> None:
+        """Raise ResourceError if a rank has ended."""
+        self._whole.check()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._whole.close()

@@ -9,7 +9,7 @@ from qcompile.artifact.hashes import damaged, file_problem, read_part
 from qcompile.artifact.layout import Manifest
 from qcompile.errors import ArtifactError
 from qcompile.runtime.cuda.driver import Driver
-from qcompile.runtime.loader import Arena
+from qcompile.runtime.loader import Arena, divided_stages
 
 
 class DeviceWeights(NamedTuple):
@@ -65,7 +65,12 @@ def upload_rank(gpu: Driver, root: Path, manifest: Manifest, rank: int, held: li
     """
     files, runtime = manifest["files"], manifest["runtime"]
     entries, first, ranks = runtime["weights"], runtime["ranks"][0], len(runtime["ranks"])
-    names = {place: entries[known]["name"] for place, known in zip(runtime["ranks"][rank], first, strict=True)}
+    parts = [(runtime["ranks"], first), *((stage["ranks"], stage["ranks"][0]) for stage in divided_stages(runtime))]
+    names = {
+        place: entries[known]["name"]
+        for of_ranks, of_first in parts
+        for place, known in zip(of_ranks[rank], of_first, strict=True)
+    }
     addresses: dict[str, int] = {}
     for number, name in enumerate(sorted({entry["file"] for entry in entries})):
         own = [(entries[place], known) for place, known in names.items() if entries[place]["file"] == name]

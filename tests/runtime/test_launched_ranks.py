@@ -300,7 +300,7 @@ def test_a_rank_starts_what_rank_0_asks_for_and_kills_it(
     crew.gather()
     memory, bell = SharedPlan(1024), os.eventfd(0)
     opened = crew.start(1, "cuda", [memory.descriptor, bell])
-    opened.tell(GpuRankSettings("/no/such/artifact", 1, 1024, "")._asdict())
+    opened.tell(GpuRankSettings("/no/such/artifact", 1, 1024, False, "")._asdict())
     with pytest.raises(ResourceError, match=r"^rank 1: "):  # no driver, or no artifact
         opened.answer(60)
     opened.finish(60)

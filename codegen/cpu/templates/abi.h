@@ -138,10 +138,13 @@ typedef struct {
   int64_t bytes;
   int32_t ranks;
   int32_t rank;                // 0: this process schedules; others call qc_follow
+  void* const* other_paths;    // such memory of the other paths, which run on the same threads
+  int32_t other_count;
 } qc_ranks;
 QC_API int64_t qc_rank_bytes(void* model);               // of the memory that they share
 QC_API int qc_join(void* model, const qc_ranks* ranks);  // 0 done, 1 invalid argument
-// Runs the steps that rank 0 runs, until it ends. 0 ended, 2 a rank has failed.
+// Runs the steps of this path that rank 0 runs, until it ends. Each path has a thread of its own that calls this; rank 0
+// plans a step once no step of another path runs anywhere. 0 ended, 2 a rank has failed.
 QC_API int qc_follow(void* model);
 QC_API int qc_profile(void* model, int32_t on);   // start or stop timing calls; both reset the counters
 QC_API int qc_profile_read(void* model, double* seconds, int64_t* counts, int32_t n);

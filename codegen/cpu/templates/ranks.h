@@ -12,6 +12,7 @@
 
 constexpr int kRanks = QC_RANKS;
 constexpr int64_t kRankHeader = 4096;
+constexpr int kMostPaths = 16;
 
 // A counter of one process that others wait for.
 struct alignas(64) SharedCount {
@@ -46,6 +47,8 @@ struct Ranks {
   int64_t part_floats;
   int rank;
   uint32_t steps, sums;    // this process's counts
+  int other_count;         // paths that run on the same threads
+  RankHeader* others[kMostPaths];
 
   bool stopped() const {
     return __atomic_load_n(&header->failed, __ATOMIC_ACQUIRE) || __atomic_load_n(&header->ended, __ATOMIC_ACQUIRE);
@@ -67,6 +70,14 @@ struct Ranks {
     }
     __atomic_fetch_sub(&count.sleepers, 1, __ATOMIC_SEQ_CST);
     return reached;
+  }
+
+  // Returns when the other ranks have finished all steps that rank 0 has planned of the path with this header.
+  bool await_steps(RankHeader* path) const {
+    const uint32_t planned = __atomic_load_n(&path->plan.value, __ATOMIC_ACQUIRE);
+    bool all = true;
+    for (int other = 1; other < kRanks; ++other) all = all && await(path->done[other], planned);
+    return all;
   }
 
   // Returns when all ranks have written their parts of the sum; false if they never will.
@@ -112,13 +123,15 @@ static void plan_arrays(const qc_batch& b, const F& f) {
   f(b.certain, kSlotNumbers ? b.sequences : 0);
 }
 
-// Rank 0 writes the plan of step `b`, once all have finished the step before. False if a rank has failed.
+// Rank 0 writes the plan of step `b`, once all have finished the step before, also of other paths: a process runs all
+// paths on the same threads. False if a rank has failed.
 static bool begin_step(Model& m, qc_batch& b) {
   if (!m.ranks) return false;
   Ranks& ranks = *m.ranks;
   if (ranks.rank) return !ranks.stopped();
-  for (int rank = 1; rank < kRanks; ++rank)
-    if (!ranks.await(ranks.header->done[rank], ranks.steps)) return false;
+  if (!ranks.await_steps(ranks.header)) return false;
+  for (int path = 0; path < ranks.other_count; ++path)
+    if (!ranks.await_steps(ranks.others[path])) return false;
   *(RankPlan*)ranks.plan = {b.tokens, b.sequences, b.outputs, b.block_stride};
   int32_t* to = (int32_t*)(ranks.plan + sizeof(RankPlan));
   plan_arrays(b, [&](const int32_t* from, int64_t count) {
@@ -147,11 +160,12 @@ QC_API int64_t qc_rank_bytes(void* model) {
 QC_API int qc_join(void* model, const qc_ranks* c) {
   if (!model || !c || !c->memory || c->ranks != kRanks || c->rank < 0 || c->rank >= kRanks) return 1;
   Model& m = *(Model*)model;
-  if (m.ranks || c->bytes < qc_rank_bytes(model)) return 1;
+  if (m.ranks || c->bytes < qc_rank_bytes(model) || c->other_count < 0 || c->other_count > kMostPaths) return 1;
   m.ranks = (Ranks*)malloc(sizeof(Ranks));
   if (!m.ranks) return 1;
   char *plan = (char*)c->memory + kRankHeader, *parts = plan + plan_bytes(m);
-  *m.ranks = {(RankHeader*)c->memory, plan, (float*)parts, part_floats(m), c->rank, 0, 0};
+  *m.ranks = {(RankHeader*)c->memory, plan, (float*)parts, part_floats(m), c->rank, 0, 0, c->other_count, {}};
+  for (int path = 0; path < c->other_count; ++path) m.ranks->others[path] = (RankHeader*)c->other_paths[path];
   return 0;
 }
 

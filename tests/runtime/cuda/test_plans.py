@@ -38,33 +38,33 @@ def test_records_are_read_once_in_order_and_the_ring_begins_again(memory: Shared
     seen, written = [], []
     for number in range(200):
         content = bytes([number]) * (number % 97)
-        memory.write(1, PlanKind.INPUTS, number, -number, [memoryview(content), b"end"])
-        written.append((PlanKind.INPUTS, number, -number, content + b"end"))
+        memory.write(1, number % 2, PlanKind.INPUTS, number, -number, [memoryview(content), b"end"])
+        written.append((number % 2, PlanKind.INPUTS, number, -number, content + b"end"))
         if number % 3 == 2:
-            seen += [(*one[:3], bytes(one.content)) for one in reader.records(1)]
-    seen += [(*one[:3], bytes(one.content)) for one in reader.records(1)]
+            seen += [(*one[:4], bytes(one.content)) for one in reader.records(1)]
+    seen += [(*one[:4], bytes(one.content)) for one in reader.records(1)]
     assert seen == written and not list(reader.records(1))
     reader.close()
 
 
 def test_a_writer_waits_for_the_slowest_reader_unless_a_rank_has_failed(memory: SharedPlan) -> None:
     for _ in range(3):
-        memory.write(2, PlanKind.INPUTS, 0, 0, [b"x" * 240])
+        memory.write(2, 0, PlanKind.INPUTS, 0, 0, [b"x" * 240])
     list(memory.records(1))
-    late = threading.Thread(target=memory.write, args=(2, PlanKind.END, 0, 0, [b"x" * 400]))
+    late = threading.Thread(target=memory.write, args=(2, 0, PlanKind.END, 0, 0, [b"x" * 400]))
     late.start()
     late.join(0.1)
     assert late.is_alive()
     assert len(list(memory.records(2))) == 3
     late.join(5)
     assert not late.is_alive()
-    late = threading.Thread(target=memory.write, args=(2, PlanKind.END, 0, 0, [b"x" * 480]))
+    late = threading.Thread(target=memory.write, args=(2, 0, PlanKind.END, 0, 0, [b"x" * 480]))
     late.start()
     memory.fail()
     late.join(5)
     assert not late.is_alive() and memory.failed
     with pytest.raises(ResourceError, match="more than half of the 1,024 bytes"):
-        memory.write(2, PlanKind.INPUTS, 0, 0, [b"x" * 600])
+        memory.write(2, 0, PlanKind.INPUTS, 0, 0, [b"x" * 600])
 
 
 def test_a_rank_says_that_it_runs(memory: SharedPlan) -> None:
@@ -230,7 +230,7 @@ def test_another_rank_repeats_all_but_what_the_host_reads(memory: SharedPlan) ->
     plans.run({"tokens": 3, "reported": 2, "kept": 1}, True, "before masks", 5)
     plans.end()
     executor = Repeated()
-    follow(executor, memory, 1, bell)  # type: ignore[arg-type]
+    follow([executor], memory, 1, bell)  # type: ignore[list-item]
     assert executor.log == [
         ("inputs", b"rows", 1),
         ("sampling", b"12345678", b"list"),
@@ -239,4 +239,26 @@ def test_another_rank_repeats_all_but_what_the_host_reads(memory: SharedPlan) ->
         ("follow", ["launch"], 3),
         ("run", {"tokens": 3, "reported": 0, "kept": 0}, True, "before masks", 5),
     ]
+    os.close(bell)
+
+
+def test_records_of_paths_are_repeated_in_one_order(memory: SharedPlan) -> None:
+    bell = os.eventfd(0)
+    target = PlanWriter(memory, [bell])
+    draft = target.of(1)
+    log: list[tuple[str, int]] = []
+
+    class Counting(Repeated):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def reset_counter(self, turn: int) -> None:
+            log.append((self.name, turn))
+
+    for turn, plans in enumerate([target, draft, draft, target]):
+        plans.reset_counter(turn)
+    target.end()
+    follow([Counting("model"), Counting("draft")], memory, 1, bell)  # type: ignore[list-item]
+    assert log == [("model", 0), ("draft", 1), ("draft", 2), ("model", 3)]
     os.close(bell)
