@@ -1,7 +1,7 @@
 """What recipes cost on a model with recurrent states, beside one with attention alone.
 
     python benchmarks/hybrid_quality.py heldout.jsonl MODEL [MODEL ...] [--calib calib.jsonl] [--windows N] [--jobs N]
-        [--prompts prompts.jsonl ...]
+        [--prompts prompts.jsonl ...] [--recipes f32 w4a8 ...]
 
 Each MODEL is built with every recipe of RECIPES, and evaluated on the first windows of 2,048 tokens. `share` is the
 perplexity over that of float32, less 1. With prompts, the recipes of DRAFTING continue each by 128 tokens, greedily, in
@@ -75,11 +75,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, nargs="*", default=[])
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--recipes", nargs="*", default=RECIPES, help="f32 must be one of them")
     options = parser.parse_args()
     given = options.data, options.calib, options.windows
-    tasks = [(model, recipe, *given) for model in options.models for recipe in RECIPES]
+    tasks = [(model, recipe, *given) for model in options.models for recipe in options.recipes]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        rows = list(pool.map(measure, *zip(*tasks, strict=True)))
+        rows = []
+        for row in pool.map(measure, *zip(*tasks, strict=True)):
+            print(row, file=sys.stderr, flush=True)
+            rows.append(row)
         lines = [line for path in options.prompts for line in path.read_text(encoding="utf-8").splitlines()]
         prompts = [next(value for value in json.loads(line).values() if isinstance(value, str)) for line in lines]
         pairs = [(model, recipe, prompts, options.calib) for model in options.models for recipe in DRAFTING if prompts]
