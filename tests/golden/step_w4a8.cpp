@@ -18,7 +18,7 @@ constexpr size_t kScratchBytes = kOwnScratchBytes + expert_scratch_bytes(0, 0);
 constexpr int64_t kSlotNumbers = 0;  // of a sequence's states
 constexpr int kLoggedRows = 32;                       // rows of a step that may be taken back
 static_assert(kv_page_bytes(kKv, kLayers) == 10240, "the runtime sizes pages by this");
-static const char kDescription[] = "{\"abi\": 11, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"embed_width\": 0, \"hidden_width\": 96, \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
+static const char kDescription[] = "{\"abi\": 12, \"calls\": [\"embed\", \"0.norm1\", \"0.qkv\", \"0.rope\", \"0.attention\", \"0.o.quantize\", \"0.o\", \"0.norm2\", \"0.gate_up\", \"0.down.quantize\", \"0.down\", \"take\", \"norm\", \"head\"], \"embed_width\": 0, \"hidden_width\": 96, \"isa\": \"avx2\", \"kv\": {\"format\": \"kv8\", \"layers\": 1, \"page_bytes\": 10240, \"page_tokens\": 64}, \"max_position\": 512, \"vocab_size\": 203, \"weights\": 21}";
 // ---- the program ---------------------------------------------------------------------------------
 // h: f32 [tokens, 96]
 // 0.qkv: f32 [tokens, 256]
