@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.cuda.memory import MirroredNumbers
 from qcompile.runtime.sampling.inputs import SamplingInputs
-from qcompile.runtime.sampling.lexers import Lexer
-from qcompile.runtime.sampling.masks import Grammar, GrammarState, mask_words
+from qcompile.runtime.sampling.masks import Grammar, GrammarState, Together, mask_words
 from qcompile.runtime.step import Rows
 
 _FEWEST = 4
-"""Masks that are worth a thread: as a rule each takes 10 to 100 us."""
+"""Masks that are worth a lexer of their own: as a rule each takes 10 to 100 us."""
 _MOST_LEXERS = 8
 """Most lexers of a grammar: each takes the time of a compilation and memory of its own."""
 
@@ -36,7 +34,6 @@ class DeviceMasks:
         self._wanted: list[tuple[GrammarState, list[int]]] = []
         self._numbers: MirroredNumbers | None = None
         self._sent: Any = None
-        self._threads: ThreadPoolExecutor | None = None
 
     @property
     def address(self) -> int:
@@ -112,25 +109,32 @@ class DeviceMasks:
         self._driver.record(self._sent)
 
     def _fill_all(self, address: int) -> None:
-        """Write the noted masks into the array at `address`, in as many threads as they are worth."""
-
-        def fill(masks: Iterable[int]) -> None:
-            for index in masks:
-                state, ahead = self._wanted[index]
-                state.fill(ahead, address + 4 * self._items(index), self._words)
-
+        """Write the noted masks into the array at `address`."""
         new, known = self._divided()
-        own, *others = self._shares(new)
-        if others and self._threads is None:
-            self._threads = ThreadPoolExecutor(_cores() - 1, "qcompile-masks")
-        started = [self._threads.submit(fill, share) for share in others if self._threads]
-        try:
-            fill(own)
-        finally:
-            wait(started)
-        for each in started:
-            each.result()
-        fill(known)
+        self._spread(new)
+        while new:
+            new = self._fill_some(new, address)
+        for index in known:
+            state, ahead = self._wanted[index]
+            state.fill(ahead, address + 4 * self._items(index), self._words)
+
+    def _fill_some(self, masks: Sequence[int], address: int) -> list[int]:
+        """Compute these masks together, but one of each text. Returns the others: a matcher is at one place."""
+        began: dict[GrammarState, int] = {}
+        left: list[int] = []
+        asked: dict[Together, list[tuple[Any, int]]] = {}
+        for index in masks:
+            state, ahead = self._wanted[index]
+            if state in began:
+                left.append(index)
+            elif (matcher := state.begin(ahead, address + 4 * self._items(index), self._words)) is not None:
+                began[state] = index
+                asked.setdefault(state.grammar.together, []).append((matcher, index))
+        for together, matchers in asked.items():
+            together(matchers, address + 4 * self._rows, 4 * self._words, len(self._wanted))
+        for state, index in began.items():
+            state.end(self._wanted[index][1], address + 4 * self._items(index), self._words)
+        return left
 
     def _divided(self) -> tuple[list[int], list[int]]:
         """The noted masks that have to be computed, and those that are known, or are once these are computed."""
@@ -143,40 +147,28 @@ class DeviceMasks:
             seen.add(text)
         return new, known
 
-    def _shares(self, new: Sequence[int]) -> list[list[int]]:
-        """The masks to compute of each thread: those of one lexer in one thread, as it has a lock.
+    def _spread(self, new: Sequence[int]) -> None:
+        """Spread the masks to compute of each grammar over its lexers, as a lexer has a lock.
 
-        A grammar of many masks gets more lexers, and its texts move to them.
+        A grammar of many masks gets more lexers. Texts of a lexer that has more than its share move to others.
         """
-        by_grammar: dict[Grammar, list[int]] = {}
+        by_grammar: dict[Grammar, list[GrammarState]] = {}
         for index in new:
-            by_grammar.setdefault(self._wanted[index][0].grammar, []).append(index)
-        by_lexer: dict[Lexer, list[int]] = {}
-        for grammar, masks in by_grammar.items():
-            grammar.lexers.grow(min(_cores(), _MOST_LEXERS, len(masks) // _FEWEST))
-            by_lexer |= self._by_lexer(grammar.lexers.all, masks)
-        count = min(_cores(), len(by_lexer), max(1, len(new) // _FEWEST))
-        shares: list[list[int]] = [[] for _ in range(max(1, count))]
-        for masks in sorted(by_lexer.values(), key=len, reverse=True):
-            min(shares, key=len).extend(masks)
-        return shares
-
-    def _by_lexer(self, lexers: Sequence[Lexer], masks: Sequence[int]) -> dict[Lexer, list[int]]:
-        """Masks of a grammar by the lexer that computes them. Texts of a lexer that has more than its share move."""
-        most = max(_FEWEST, -(-len(masks) // len(lexers)))
-        grouped: dict[Lexer, list[int]] = {lexer: [] for lexer in lexers}
-        for index in masks:
             state = self._wanted[index][0]
-            if len(grouped[state.lexer]) >= most:
-                state.lexer = min(lexers, key=lambda lexer: len(grouped[lexer]))
-            grouped[state.lexer].append(index)
-        return {lexer: some for lexer, some in grouped.items() if some}
+            by_grammar.setdefault(state.grammar, []).append(state)
+        for grammar, states in by_grammar.items():
+            grammar.lexers.grow(min(_cores(), _MOST_LEXERS, len(states) // _FEWEST))
+            lexers = grammar.lexers.all
+            if len(lexers) > 1:
+                most = max(_FEWEST, -(-len(states) // len(lexers)))
+                counts = dict.fromkeys(lexers, 0)
+                for state in states:
+                    if counts[state.lexer] >= most:
+                        state.lexer = min(counts, key=lambda lexer: counts[lexer])
+                    counts[state.lexer] += 1
 
     def free(self) -> None:
-        """Free the memory on both sides, and end the threads."""
-        if self._threads:
-            self._threads.shutdown()
-            self._threads = None
+        """Free the memory on both sides."""
         if self._numbers:
             self._numbers.free()
             self._driver.drop_event(self._sent)

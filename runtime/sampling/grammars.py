@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ _MOST_SECONDS = 10.0
 _LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 """Limits of llguidance that are not its default: memory of a lexer (2 kB a state), and messages of one line."""
 _TOKENS_COMPARED = 512
+_MOST_THREADS = 32
+"""Most threads that compute masks together: llguidance's own limit."""
 _NO_TEXT = "NoExtensionBias"
 """What llguidance says of a grammar without texts, as a rule that always continues with itself."""
 
@@ -45,6 +48,7 @@ class Grammars:
         self._guide: Any = None
         self._trial = GrammarTrial()
         self._worker = ThreadPoolExecutor(2, "qcompile-grammars")
+        self._threads: Any = None
 
     def end_at(self, eos: frozenset[int]) -> None:
         """Let these tokens end a text from now on."""
@@ -82,13 +86,21 @@ class Grammars:
             if reason == _NO_TEXT:
                 reason = "its recursion has no end"
             raise StructureError(source.kind, f"cannot be compiled: {reason}")
-        grammar = Grammar(matcher, eos, guide, partial(_matcher, guide, source), self._known)
+        grammar = Grammar(matcher, eos, guide, partial(_matcher, guide, source), self._known, self._together)
         with self._lock:
             if eos == self._eos:
                 self._kept[source] = grammar
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return grammar
+
+    def _together(self, matchers: Sequence[tuple[Any, int]], address: int, size: int, room: int) -> None:
+        """Compute masks in llguidance's threads, which hold no lock of Python's."""
+        if self._threads is None:
+            from llguidance import LLExecutor
+
+            self._threads = LLExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+        self._threads.unsafe_compute_mask_ptr(matchers, address, size, room)
 
     def _new_guide(self) -> Any:
         """llguidance's tokenizer. Raises UsageError if there is none that decodes as the model's own."""

@@ -50,10 +50,22 @@ class Masks(NamedTuple):
     ahead: Sequence[int] = ()
 
 
+Together = Callable[[Sequence[tuple[Any, int]], int, int, int], None]
+"""Has each of some matchers write its mask. Given are pairs of a matcher and the number of its mask, the address of the
+first mask, the bytes of a mask, and the number of masks that there is room for."""
+
+
+def one_by_one(matchers: Sequence[tuple[Any, int]], address: int, size: int, room: int) -> None:
+    """`Together` without threads."""
+    for matcher, number in matchers:
+        matcher.unsafe_compute_mask_ptr(address + number * size, size)
+
+
 class Grammar:
     """A compiled grammar. matcher: llguidance's, at the start of a text. eos: the tokens that end a text.
 
-    guide: llguidance's tokenizer. compile: returns a new `matcher`. known: keeps masks, of other grammars too.
+    guide: llguidance's tokenizer. compile: returns a new `matcher`. known, together: keeps masks, and computes several
+    of them, of other grammars too.
     """
 
     def __init__(
@@ -63,11 +75,12 @@ class Grammar:
         guide: Any,
         compile: Callable[[], Any],
         known: KnownMasks | None = None,
+        together: Together | None = None,
     ) -> None:
         self.eos, self.guide, self.lexers = eos, guide, Lexers(matcher, compile)
         self.ends = [(token // 8, 1 << token % 8) for token in sorted(eos)]
         """Byte and bit of the tokens that end a text in a mask."""
-        self.known = known or KnownMasks()
+        self.known, self.together = known or KnownMasks(), together or one_by_one
         self.empty = self.known.start()
         """The number of the empty text."""
 
@@ -86,6 +99,7 @@ class GrammarState:
         """The lexer that masks are computed with. If it is changed, the next one is computed with the new one."""
         self._text: list[int] = []  # tokens that were noted
         self._number = grammar.empty  # of this text
+        self._asked: int | None = None  # the number of the text by which the mask is kept that is computed
         self._renewals = 0
         self._ended = self._failed = self._ends_within = False
         self._restart()
@@ -114,20 +128,35 @@ class GrammarState:
         All tokens may follow an end of text, and a draft that the grammar excludes: what follows these is discarded.
         None may follow where the grammar exceeds a limit of llguidance, or demands an end of text before its own end.
         """
+        matcher = self.begin(ahead, address, words)
+        if matcher is not None:
+            matcher.unsafe_compute_mask_ptr(address, 4 * words)
+            self.end(ahead, address, words)
+
+    def begin(self, ahead: list[int], address: int, words: int) -> Any:
+        """Begin to `fill`. Returns the matcher that is to write its mask there, before `end`; None if all is done."""
         if self._failed:
             ctypes.memset(address, 0, 4 * words)
-            return
-        text = None
+            return None
+        self._asked = None
         if self._kept < _MOST_NEW and not self._ended:
-            text = self.text_after(ahead)
-            known = self.grammar.known.get(text)
+            self._asked = self.text_after(ahead)
+            known = self.grammar.known.get(self._asked)
             if known is not None and len(known) == 4 * words:
                 ctypes.memmove(address, known, 4 * words)
-                return
+                return None
         if self._using is not self.lexer:
             self._restart()
-        while not self._filled(ahead, text, address, words) and self._renew():
-            pass
+        return self._ready(ahead, address, words)
+
+    def end(self, ahead: list[int], address: int, words: int) -> None:
+        """End to `fill`, after the matcher has written its mask."""
+        while self._matcher.is_error():
+            ctypes.memset(address, 0, 4 * words)
+            if not self._renew() or self._ready(ahead, address, words) is None:
+                return
+            self._matcher.unsafe_compute_mask_ptr(address, 4 * words)
+        self._check(address, words)
 
     def allows(self, ahead: list[int], token: int) -> bool:
         """Whether the token may follow the text and `ahead`, as far as that is known without the mask; else False.
@@ -149,22 +178,21 @@ class GrammarState:
         self._ahead += [token] * taken
         return bool(taken)
 
-    def _filled(self, ahead: list[int], text: int | None, address: int, words: int) -> bool:
-        """`fill`; `text` is the number by which the mask is kept. False if the grammar exceeds a limit.
+    def _ready(self, ahead: list[int], address: int, words: int) -> Any:
+        """The matcher, with `ahead` taken; None if the mask does not follow from it and is written."""
+        if self._ended or (ahead and not self._eos.isdisjoint(ahead)):
+            ctypes.memset(address, 255, 4 * words)
+            return None
+        if self._advance(ahead) == len(ahead):
+            return self._matcher
+        ctypes.memset(address, 0 if self._matcher.is_error() else 255, 4 * words)
+        return None
+
+    def _check(self, address: int, words: int) -> None:
+        """Correct a mask that the matcher has written, and keep it by the text that was asked for.
 
         While a step runs, the weights take the place of this code in the caches: what is done for each mask is short.
         """
-        if self._ended or (ahead and not self._eos.isdisjoint(ahead)):
-            ctypes.memset(address, 255, 4 * words)
-            return True
-        if self._advance(ahead) == len(ahead):
-            self._matcher.unsafe_compute_mask_ptr(address, 4 * words)
-        elif not self._matcher.is_error():
-            ctypes.memset(address, 255, 4 * words)
-            return True
-        if self._matcher.is_error():
-            ctypes.memset(address, 0, 4 * words)
-            return False
         written = bytes(_memory(address, 4 * words))
         # Counting words takes a sixth of the time of counting bytes.
         if np.count_nonzero(np.frombuffer(written, np.uint32)) <= 1 or self._has_end(written):
@@ -172,10 +200,9 @@ class GrammarState:
             self._allow_spelled(mask)
             self._forbid_ends_within(mask)
             written = mask.tobytes()
-        if text is not None and not self._ends_within:
-            self.grammar.known.keep(text, written)
+        if self._asked is not None and not self._ends_within:
+            self.grammar.known.keep(self._asked, written)
             self._kept += self._sampled
-        return True
 
     def _has_end(self, mask: bytes) -> bool:
         """Whether a mask allows an end of text. A loop, as a generator costs more for each mask."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +14,7 @@ import torch
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.sampling.inputs import GREEDY
-from qcompile.runtime.sampling.lexers import Lexers
-from qcompile.runtime.sampling.masks import Grammar, GrammarState, Masks, mask_words
+from qcompile.runtime.sampling.masks import Grammar, GrammarState, Masks, mask_words, one_by_one
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import Rows
 from tests.codegen.gpu.test_sample import SMALL
@@ -198,39 +196,36 @@ def test_masks_that_find_no_memory_leave_none_behind() -> None:
     assert not driver.memory
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3, 16])
-def test_masks_of_several_grammars_are_written_in_threads(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as cores; those of one lexer in one thread. An error of any of them is raised."""
-    from qcompile.runtime.cuda import masks as module
+def test_masks_of_several_grammars_are_computed_together() -> None:
+    """Those of one text one after the other, as drafts of a request need them. An error of any of them is raised."""
+    from qcompile.runtime.cuda.masks import DeviceMasks
     from tests.support.gpu_machine import HostDriver
 
-    monkeypatch.setattr(module, "_cores", lambda: cores)
-    monkeypatch.setattr(Lexers, "grow", lambda self, wanted: None)
+    calls: list[list[Any]] = []
+
+    def together(matchers: Sequence[tuple[Any, int]], address: int, size: int, room: int) -> None:
+        calls.append([matcher for matcher, _ in matchers])
+        assert len({number for _, number in matchers}) == len(matchers) and room == 34
+        one_by_one(matchers, address, size, room)
+
     driver: Any = HostDriver()
-    masks = module.DeviceMasks(driver, 64, 100)
-    grammars = [Grammar(Remainders(), frozenset(), None, Remainders) for _ in range(5)]
+    masks = DeviceMasks(driver, 64, 100)
+    grammars = [Grammar(Remainders(), frozenset(), None, Remainders, None, together) for _ in range(5)]
     states = [grammars[i % 5 if i < 15 else 0].start() for i in range(31)]
-    ran: dict[int, set[int]] = {}
-    compute = GrammarState._filled
-
-    def noted(state: GrammarState, *given: Any) -> bool:
-        ran.setdefault(id(state.grammar), set()).add(threading.get_ident())
-        return compute(state, *given)
-
-    monkeypatch.setattr(GrammarState, "_filled", noted)
     for index, state in enumerate(states):
         state.note(2 * index + 1)
-    sampling = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
-    assert masks.want([Rows([5], 0, (), 1)] * 31, sampling)
+    drafts = [next(token for token in range(100) if state._matcher.allows(token)) for state in states]
+    sampling = [GREEDY._replace(first=0, masks=Masks(state, 2)) for state in states]
+    sequences = [Rows([5, draft][: 1 + (i > 27)], 0, (), 1 + (i > 27)) for i, draft in enumerate(drafts)]
+    assert masks.want(sequences, sampling)
     masks.grow()
     masks.send()
-    assert all(len(threads) == 1 for threads in ran.values()) and len(ran) == 5
-    assert len(set.union(*ran.values())) <= min(cores, 5) and (cores == 1 or len(set.union(*ran.values())) > 1)
-    assert_sent(masks, driver, states)
-    for state in states:
-        state.note(next(token for token in range(100) if state._matcher.allows(token)))
-    monkeypatch.setattr(Remainders, "unsafe_compute_mask_ptr", _no_mask)
-    with pytest.raises(ValueError, match="no mask"):
+    assert [len(set(map(id, call))) for call in calls] == [31, 3]
+    assert_sent(masks, driver, states[:29])
+    for state, draft in zip(states, drafts, strict=True):
+        state.note(draft)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="no mask"):
+        patch.setattr(Remainders, "unsafe_compute_mask_ptr", _no_mask)
         masks.send()
     masks.free()
     assert not driver.memory
@@ -279,7 +274,7 @@ def test_masks_after_the_same_text_are_computed_once(monkeypatch: pytest.MonkeyP
 
 
 def test_a_grammar_of_many_texts_gets_lexers_for_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that moves is followed from its start. Lexers are never used by two threads at once."""
+    """A text that moves is followed from its start."""
     from qcompile.runtime.cuda import masks as module
     from tests.support.gpu_machine import HostDriver
 

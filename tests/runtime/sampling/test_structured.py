@@ -178,6 +178,28 @@ def test_a_state_goes_back_after_drafts() -> None:
     assert seen == {(False, False), (True, False), (False, True)}
 
 
+def test_masks_computed_together_are_those_computed_alone() -> None:
+    made = Grammars(byte_tokenizer(), VOCAB, [EOS])
+    grammars = [made.compile(StructuredOutputsParams(**asked)) for asked in ASKED]
+    states, alone = [[grammar.start() for grammar in grammars] for _ in range(2)]
+    buffer = np.zeros((len(states), WORDS), np.uint32)
+    for _ in range(4):
+        buffer[:], asked = 7, []
+        for index, state in enumerate(states):
+            if (matcher := state.begin([], buffer[index].ctypes.data, WORDS)) is not None:
+                asked.append((matcher, index))
+        grammars[0].together(asked, buffer.ctypes.data, 4 * WORDS, len(states))
+        for _, index in asked:
+            states[index].end([], buffer[index].ctypes.data, WORDS)
+        for state, single, mask in zip(states, alone, buffer, strict=True):
+            single.grammar.known._masks.clear()
+            assert mask.tolist() == mask_of(single, [])
+            token = int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[-1])
+            state.note(token)
+            single.note(token)
+    assert asked
+
+
 def test_a_token_is_allowed_if_its_mask_has_it() -> None:
     """Of ends, and where a certain text must follow, only the mask tells."""
     random = np.random.default_rng(0)
