@@ -93,7 +93,7 @@ def _hint(rule: Rule, linears: list[LinearSite], layers: int) -> str:
         names = [name for site in linears for name in site.names]
         near = suggestion(rule.names[0], names) or (f"; the first is {names[0]}" if names else "")
         return f": no weight of a linear is called {', '.join(rule.names)}{near}"
-    return f": the model has {layers} layers and the roles {', '.join(roles)} (see `qcompile recipes FILE --model`)"
+    return f": the model has {layers} layers and the roles {', '.join(roles)} (see `qcompile recipes FILE MODEL`)"
 
 
 def _choose(formats: dict[str, tuple[str, Rule]], rule: Rule, site: LinearSite) -> None:

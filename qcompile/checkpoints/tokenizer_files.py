@@ -92,11 +92,21 @@ def _converted(directory: Path, source: str) -> bytes:
         lost = _lost(path, backend)
         content: bytes = backend.to_str(pretty=False).encode()
     except Exception as error:  # the converters may raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
-        raise UnsupportedError(f"{path} cannot be converted: {reason}; save the tokenizer as {OWN}") from error
+        raise UnsupportedError(
+            f"{path} cannot be converted: {_first_line(error)}; save the tokenizer as {OWN}"
+        ) from error
     if lost is not None:
         raise UnsupportedError(f"{path} cannot be converted: transformers {lost}; save the tokenizer as {OWN}")
     return content
+
+
+def _first_line(error: Exception) -> str:
+    """What a converter says in one line. A line that only begins a list is what transformers says of a class for other
+    files than there are."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+    if line.endswith(":"):
+        return "its class reads other files (tokenizer_class of tokenizer_config.json)"
+    return line
 
 
 def _lost(path: Path, backend: Any) -> str | None:

@@ -43,6 +43,15 @@ def test_a_vocabulary_that_comes_out_as_another(tmp_path: Path) -> None:
         tokenizer_files.tokenizer_files(tmp_path)
 
 
+def test_a_class_for_other_files_is_named_in_a_whole_sentence(tmp_path: Path) -> None:
+    vocabulary(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(
+        UnsupportedError, match=r"reads other files \(tokenizer_class of tokenizer_config\.json\); save"
+    ):
+        tokenizer_files.tokenizer_files(tmp_path)
+
+
 def test_mistrals_vocabulary_becomes_json(tmp_path: Path) -> None:
     special = [{"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(("<unk>", "<s>", "</s>"))]
     pieces = [bytes([i]) for i in range(256)] + [b"ab", b" ab"]
