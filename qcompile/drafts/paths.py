@@ -187,10 +187,10 @@ class Drafts:
     def unknown_to_ranks(self, kind: str) -> str:
         """The drafts that processes of a divided model cannot run on a target of a `kind`; empty if there are none.
 
-        All ranks compute the drafts of a recipe. On CPUs the first process has other models, heads and lookups for
-        itself.
+        All ranks compute the drafts of a recipe, and the first process looks up. On CPUs it has other models and heads
+        for itself.
         """
-        return f"drafts on {kind} targets" if self.any and kind != "cpu" else ""
+        return f"draft models and heads on {kind} targets" if kind != "cpu" and (self.models or self.head) else ""
 
     def remarks(self, said: tuple[str, ...]) -> tuple[str, ...]:
         """The remarks `said` of the target, but for that on a module which drafts."""

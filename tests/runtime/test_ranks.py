@@ -339,7 +339,11 @@ def test_only_the_pages_of_own_weights_stay_in_memory() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "lookup": ({"drafts": "lookup", "target": "h100"}, UnsupportedError, "drafts on cuda targets do not run on 2"),
+    "a draft model": (
+        {"drafts": [small()], "target": "h100"},
+        UnsupportedError,
+        "draft models and heads on cuda targets do not run on 2",
+    ),
     "adapters": ({"options": TWO | {"lora.rank": "8"}}, UnsupportedError, "lora.rank: adapters"),
     "checks": ({"check_passes": True}, UsageError, "a rank alone has no logits to check"),
     "a rank": ({"options": TWO | {"shard.rank": "1"}}, UsageError, "a build makes all ranks"),
