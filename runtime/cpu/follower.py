@@ -22,6 +22,7 @@ from qcompile.runtime.cpu.rank_sleep import FollowerMemory
 from qcompile.runtime.cpu.ranks import RankSettings, SharedMemory, join
 from qcompile.runtime.cpu.sleep import CpuMemory
 from qcompile.runtime.loader import load_artifact
+from qcompile.runtime.ranks.watching import BEAT_SECONDS
 
 _PATIENCE = 3.0
 """Seconds until the process ends in any case, once rank 0's has."""
@@ -43,6 +44,7 @@ def main() -> None:
     except QCompileError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         sys.exit(1)
+    threading.Thread(target=_beat, args=(memory, settings.rank), daemon=True).start()
     print(json.dumps({"ready": True}), flush=True)
     threads = [threading.Thread(target=path.library.qc_follow, args=(path.handle,)) for path in paths]
     for thread in threads:
@@ -51,6 +53,13 @@ def main() -> None:
         thread.join()
     for path in reversed(paths):
         path.close()
+
+
+def _beat(memory: SharedMemory, rank: int) -> None:
+    """Say again and again that this process runs."""
+    while True:
+        memory.beat(rank)
+        time.sleep(BEAT_SECONDS)
 
 
 def _watch(memory: SharedMemory, opened: list[FollowerMemory]) -> None:

@@ -19,10 +19,12 @@ from qcompile.errors import ResourceError
 from qcompile.runtime.ranks.crew import start
 from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.ranks.processes import RankProcess
+from qcompile.runtime.ranks.watching import watch
 
 # Words of the header: RankHeader in ranks.h. A count has 16 words; those of finished steps follow that of planned ones.
 _FAILED, _ENDED, _PLANNED, _COUNT = 0, 1, 16, 16
 _PAGE = 4096
+_LAST_WORD = _PAGE // 4 - 1  # of the first path's header; beats of ranks are from there down
 _PATIENCE = 5.0
 """Seconds that a rank has to end by itself."""
 
@@ -69,6 +71,14 @@ class SharedMemory:
         """Whether a rank but the first has finished all steps that rank 0 has planned."""
         return all(words[_PLANNED] == words[_PLANNED + _COUNT * (1 + rank)] for words in self._words)
 
+    def beat(self, rank: int) -> None:
+        """Say that the process of `rank` runs."""
+        self._words[0][_LAST_WORD - rank] += 1
+
+    def beats(self, rank: int) -> int:
+        """How often the process of `rank` has said that it runs."""
+        return int(self._words[0][_LAST_WORD - rank])
+
     def close(self) -> None:
         """Close the file; the memory stays until nothing refers to it."""
         descriptor, self.descriptor = self.descriptor, -1
@@ -109,14 +119,14 @@ class RankSettings(NamedTuple):
 
 
 class RankProcesses:
-    """The processes of ranks 1 and up. If one ends before `close`, steps of all ranks fail from then on.
+    """The processes of ranks 1 and up. If one ends before `close`, or does not run, steps of all ranks fail after that.
 
     Raises ResourceError if a process cannot open its part of the model.
     """
 
     def __init__(self, memory: SharedMemory, settings: list[RankSettings]) -> None:
         self.memory = memory
-        self.failure = RankFailure()
+        self.failure, self._closing = RankFailure(), False
         self._processes: list[RankProcess] = []
         try:
             for each in settings:
@@ -142,12 +152,13 @@ class RankProcesses:
         return [process.answer(doing="after it loaded") for process in self._processes]
 
     def _watch(self, process: RankProcess) -> None:
-        process.wait()
-        if self.failure.note(f"{process.name} {process.ending()}: {process.remedy}"):
+        problem = watch(process, self.memory.beats, lambda: self._closing)
+        if problem and self.failure.note(problem):
             self.memory.fail()
 
     def close(self) -> None:
         """End the processes; those that do not end within seconds are killed. Idempotent."""
+        self._closing = True
         self.failure.close()
         self.memory.end()
         for process in self._processes:

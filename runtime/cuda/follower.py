@@ -24,7 +24,8 @@ from qcompile.runtime.cuda.driver import driver
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.load import LoadedRank, load_rank
 from qcompile.runtime.cuda.plans import PlanKind, Record, SharedPlan
-from qcompile.runtime.cuda.ranks import BEAT_SECONDS, FailWord, GpuRankSettings
+from qcompile.runtime.cuda.ranks import FailWord, GpuRankSettings
+from qcompile.runtime.ranks.watching import BEAT_SECONDS
 
 _PATIENCE = 2.0
 """Seconds until the process ends in any case, once rank 0's has."""

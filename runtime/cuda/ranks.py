@@ -13,7 +13,6 @@ import itertools
 import os
 import platform
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,16 +23,10 @@ from qcompile.runtime.cuda.plans import OtherRanks, PlanWriter, SharedPlan
 from qcompile.runtime.ranks.crew import start
 from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.ranks.processes import RankProcess
+from qcompile.runtime.ranks.watching import watch
 
 _PATIENCE = 3.0
 """Seconds that a process has to end by itself."""
-_LOOK_SECONDS = 0.1
-"""How often it is looked at."""
-BEAT_SECONDS = 0.5
-"""How often the process of a rank says that it runs."""
-_SILENT_LOOKS = 40
-"""A process that said nothing while it was looked at so often, in 4 seconds, has failed. Looks are counted, not
-seconds, since processes that are stopped together, and continued, are all well."""
 _ANSWER_SECONDS = 300.0
 """How much longer than rank 0 another rank may take to load its weights, and then to open the model."""
 _PLAN_BYTES = 64 << 20
@@ -159,16 +152,8 @@ class CudaRanks:
 
     def _watch(self, process: RankProcess) -> None:
         """Note the end of a process, or that it does not run any more."""
-        beats, looks = -1, 0
-        while (ending := process.ending()) is None and not self._closing:
-            if (now := self._memory.beats(process.rank)) != beats:
-                beats, looks = now, 0
-            elif (looks := looks + 1) > _SILENT_LOOKS:
-                self._fail(f"{process.name} does not respond: {process.remedy}")
-                process.kill()
-            time.sleep(_LOOK_SECONDS)
-        if ending is not None:
-            self._fail(f"{process.name} {ending}: {process.remedy}")
+        if problem := watch(process, self._memory.beats, lambda: self._closing):
+            self._fail(problem)
 
     def _fail(self, problem: str) -> None:
         """End all sums, and have steps raise this, unless the model is being closed or has failed before."""

@@ -278,6 +278,18 @@ def test_the_end_of_a_rank_ends_all_requests_and_names_it(kind: str, request: py
         assert time.monotonic() - start < QUICK and len(told) == 1
 
 
+def test_a_rank_that_does_not_run_ends_all_requests(artifact: Path) -> None:
+    """A stopped process, as a debugger or a suspended container leaves it, does not end, but answers no more."""
+    with qcompile.load(artifact, threads=1) as llm:
+        executor: Any = llm.executor
+        (pid,) = executor.ranks.pids
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(ResourceError, match=rf"rank 1 \(process {pid}\) does not respond: load the model again"):
+            llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=8))
+        assert 2 < time.monotonic() - start < 2 * QUICK and soon(lambda: gone(pid))
+
+
 def test_a_rank_that_stops_does_not_keep_the_model_open(artifact: Path) -> None:
     llm = qcompile.load(artifact, threads=1)
     executor: Any = llm.executor

@@ -33,7 +33,8 @@ struct RankHeader {
   SharedCount done[kRanks];     // steps that each rank has finished
   SharedCount arrived[kRanks];  // sums to which each rank has written its part
 };
-static_assert(sizeof(RankHeader) <= kRankHeader, "the runtime leaves this much");
+constexpr int kBeats = 256;  // the runtime counts at the end of the header by what each process says that it runs
+static_assert(sizeof(RankHeader) + kBeats * sizeof(uint32_t) <= kRankHeader && kRanks < kBeats, "they have to fit");
 
 // The sizes of a step; its arrays follow, in the order of qc_batch.
 struct RankPlan {

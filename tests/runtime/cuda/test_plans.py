@@ -21,7 +21,7 @@ from qcompile.runtime.cuda.follower import follow
 from qcompile.runtime.cuda.plans import PlanKind, PlanWriter, SharedPlan
 from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
 from qcompile.runtime.cuda.weights import upload_rank
-from qcompile.runtime.ranks import processes
+from qcompile.runtime.ranks import processes, watching
 from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.ranks.processes import SpawnedProcess, ending_of
 
@@ -111,7 +111,7 @@ def test_a_rank_that_ends_or_does_not_run_is_noticed(
         if beats and next(looks) % 5 == 0:  # it beats five times as seldom as it is looked at
             memory.beat(1)
 
-    monkeypatch.setattr(ranks.time, "sleep", sleep)
+    monkeypatch.setattr(watching.time, "sleep", sleep)
     result._watch(process)  # type: ignore[arg-type]
     with pytest.raises(ResourceError, match=re.escape(problem)):
         result.check()
