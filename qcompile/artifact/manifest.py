@@ -129,8 +129,26 @@ def check_manifest(manifest: dict[str, Any], place: str = "manifest") -> None:
     for number, stage in enumerate(runtime.get("levels") or []):
         shape = _LOOKUP if "lookup" in stage else _PATH | {"weights": [weights], "ranks": Maybe([[weights]])}
         check_shape(stage, shape, f"{place}.runtime.levels[{number}]")
+        _check_ranks(
+            stage.get("ranks"), runtime.get("ranks"), stage.get("weights"), f"{place}.runtime.levels[{number}]"
+        )
+    _check_ranks(runtime.get("ranks"), runtime.get("ranks"), None, f"{place}.runtime")
     if tuned := manifest.get("tuned"):
         _check_times(tuned["table"], f"{place}.tuned.table")
+
+
+def _check_ranks(
+    own: list[list[int]] | None, ranks: list[list[int]] | None, first: list[int] | None, place: str
+) -> None:
+    """Raise ArtifactError unless a path's weights by rank, `own`, are as many for each of the model's `ranks`.
+
+    first: the weights of rank 0, if they are known.
+    """
+    if own is None:
+        return
+    counts = {len(weights) for weights in own}
+    if len(own) != len(ranks or []) or len(counts) > 1 or (first is not None and own[0] != first):
+        raise ArtifactError(f"{place}.ranks does not have as many weights for each process; build it again")
 
 
 def _check_times(table: list[dict[str, Any]], place: str) -> None:

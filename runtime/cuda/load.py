@@ -132,11 +132,11 @@ class LoadedRank(NamedTuple):
         """The executors of all paths, with `pages` pages of cache, for steps of `rows` rows and `slots` requests."""
         limits = self.limits._replace(max_tokens=rows, slots=slots)
         target = CudaExecutor(self.gpu, self.plans[0], self.functions, self.weights, pages, limits)
-        target.adopt(self.held, self.modules)
         with ExitStack() as undo:
             undo.callback(target.close)
             drafts = _open_stages(undo, target, self.stages, self.plans[1:], (self.functions, self.weights))
             undo.pop_all()
+        target.adopt(self.held, self.modules)  # last, as `free` frees them if this fails
         return [target, *(draft.executor for draft in drafts if isinstance(draft.executor, CudaExecutor))]
 
     def free(self) -> None:

@@ -259,6 +259,30 @@ def test_drafts_that_all_processes_compute_have_no_weights_of_their_own(nested: 
         assert set(drafts) <= set(ours)
 
 
+def test_a_manifest_has_as_many_weights_of_a_draft_for_each_process(nested: Path) -> None:
+    for change in (
+        lambda runtime: runtime["ranks"][1].pop(),
+        lambda runtime: runtime["levels"][0]["ranks"].pop(),
+        lambda runtime: runtime["levels"][0]["ranks"][1].pop(),
+        lambda runtime: runtime["levels"][0]["weights"].pop(),
+        lambda runtime: runtime.pop("ranks"),
+    ):
+        manifest = read_checked_manifest(nested)
+        change(manifest["runtime"])
+        with pytest.raises(ArtifactError, match=r"ranks does not have as many weights for each process"):
+            check_manifest(manifest)
+
+
+def test_a_model_with_a_draft_sleeps_and_wakes(nested: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with qcompile.load(nested, threads=1, gamma=3) as llm:
+        [before] = llm.generate([list(range(40))], params)
+        llm.sleep()
+        llm.wake_up()
+        [again] = llm.generate([list(range(40))], params)
+    assert again.outputs[0].token_ids == before.outputs[0].token_ids
+
+
 @pytest.mark.parametrize("kind", ["artifact", "drafted", "nested"])
 def test_the_end_of_a_rank_ends_all_requests_and_names_it(kind: str, request: pytest.FixtureRequest) -> None:
     """Of steps, and of rounds with drafts."""
