@@ -95,8 +95,8 @@ GPU_MUTATIONS = (
     Mutation(
         "a GPU's step reads the masks of the step before",
         "runtime/cuda/launching.py",
-        "        masks()\n        self.run_part(counts, feed_back, _FROM_MASKS, times)\n",
-        "        self.run_part(counts, feed_back, _FROM_MASKS, times)\n        masks()\n",
+        "            masks()\n            self.run_part(counts, feed_back, _FROM_MASKS, 1)\n",
+        "            self.run_part(counts, feed_back, _FROM_MASKS, 1)\n            masks()\n",
         "tests/codegen/gpu/test_masks.py -k engine",
     ),
     Mutation(

@@ -47,14 +47,14 @@ def marked(draw: random.Random, vocabulary: int, page_tokens: int) -> tuple[int,
 
 @contextmanager
 def poisoned(llm: LLM, kv: dict[str, Any]) -> Iterator[None]:
-    """Fill each page with poison when it is taken. `kv` is the manifest's, of layers of one size."""
+    """Fill each page, which holds all layers, with poison when it is taken. `kv` is the manifest's."""
     pool, arena = llm.engine.pool, llm.executor._keep[1]  # type: ignore[attr-defined]
-    size, take = kv["page_bytes"] // kv["layers"], pool.take
+    size, take = kv["page_bytes"], pool.take
 
     def poisoning(count: int) -> list[int]:
         pages = take(count)
-        for start in (size * (layer * pool.total + page) for page in pages for layer in range(kv["layers"])):
-            arena.view[start : start + size] = _POISON * size
+        for page in pages:
+            arena.view[size * page : size * (page + 1)] = _POISON * size
         return pages
 
     pool.take = poisoning  # type: ignore[method-assign]
