@@ -14,8 +14,8 @@ from qcompile.runtime.chat import ChatTemplate, Render, up_to_content
 from qcompile.runtime.forced_calls import calls_schema, named_function, schemas_by_name
 from qcompile.runtime.histories import HistoryStyle, template_messages
 from qcompile.runtime.parsers.call_parser import is_name
+from qcompile.runtime.parsers.forced_calls import ForcedCallsParser
 from qcompile.runtime.parsers.formats import MessageFormat, ToolFormat, reasoning_tags, tool_format
-from qcompile.runtime.parsers.plain_json import PlainJsonParser
 from qcompile.runtime.parsers.reasoning import ReasoningParser
 from qcompile.runtime.parsers.reply import ReplyParser
 from qcompile.runtime.parsers.tools import DeclaredTools
@@ -166,7 +166,7 @@ class DialogueFormat:
                 reasoning=reasoning,
             )
         assert self._tags is not None
-        begun, calls = self._begun(prompt), None if declared is None else ToolFormat(PlainJsonParser, ())
+        begun, calls = self._begun(prompt), None if declared is None else ToolFormat(ForcedCallsParser, ())
         return Turn(
             prompt,
             lambda: self._parser(prompt, calls, tools, None),
@@ -183,11 +183,12 @@ class DialogueFormat:
         if not asked.offered:
             raise UsageError("tool_choice needs tools")
         name = named_function(asked.tool_choice)
+        declared = declared if name is None else declared.only(name)
         reasons = self._asks_to_reason(asked)
         if reasons:
             turn = self._reasoned(asked, declared)
         else:
-            turn = Turn(self._silent_prompt(asked), lambda: ReplyParser(calls=PlainJsonParser(declared)))
+            turn = Turn(self._silent_prompt(asked), lambda: ReplyParser(calls=ForcedCallsParser(declared)))
         given: dict[str, Any]
         if reasons and self._messages:
             start = self._messages.call_start

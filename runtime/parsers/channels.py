@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from qcompile.runtime.parsers.call_parser import CallParser
 from qcompile.runtime.parsers.events import ReasoningPiece, TextPiece
-from qcompile.runtime.parsers.incremental import Steps
+from qcompile.runtime.parsers.incremental import MalformedError, Steps
 
 _CHANNEL, _START, _MESSAGE, _CONSTRAINT = "<|channel|>", "<|start|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
@@ -75,7 +75,15 @@ class ChannelsParser(CallParser):
 
 class StructuredChannelsParser(ChannelsParser):
     """Reads a reply of which the first message that is no reasoning is structured output: it is the rest of the reply,
-    even if it has texts that would end a message."""
+    even if it has texts that would end a message. A header in which the reply ends is no content."""
+
+    def call(self, marker: str) -> Steps[None]:
+        try:
+            yield from super().call(marker)
+        except MalformedError:
+            if (yield from self.peek()):
+                raise
+            self.mark = None
 
     def _body(self) -> Steps[tuple[str, bool]]:
         if self._reasons:

@@ -36,6 +36,10 @@ class DeclaredTools:
             parameters[name] = schema
         return cls(parameters)
 
+    def only(self, name: str) -> DeclaredTools:
+        """The tool of this name alone; none if there is none."""
+        return DeclaredTools({each: schema for each, schema in self.parameters.items() if each == name})
+
     def knows(self, name: str) -> bool:
         """Whether there is a tool of this name."""
         return name in self.parameters

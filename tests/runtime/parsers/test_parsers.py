@@ -9,7 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from qcompile.errors import UsageError
+from qcompile.runtime.parsers.channels import StructuredChannelsParser
 from qcompile.runtime.parsers.events import ArgumentsPiece, CallStart, Event, TextPiece, merged
+from qcompile.runtime.parsers.forced_calls import ForcedCallsParser
 from qcompile.runtime.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_tags, tool_format
 from qcompile.runtime.parsers.reasoning import ReasoningParser
 from qcompile.runtime.parsers.reply import ParsedReply, ReplyParser
@@ -306,3 +308,52 @@ def test_formats_are_chosen_by_the_template_or_by_name() -> None:
         tool_format("", "x")
     with pytest.raises(UsageError, match="there is no reasoning-parser 'x': use one of think, "):
         reasoning_tags("", "x")
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_forced_calls_have_no_content_wherever_they_end(several: bool) -> None:
+    """A call is certain with its name, and with the first character where one tool alone can be called."""
+    tools = DECLARED if several else DECLARED.only("search")
+    for seed in range(CONVERSATIONS):
+        draw = random.Random(seed)
+        given = [(n, a) for n, a in spoken(draw).calls if tools.knows(n)] or [("search", {"path": "a]}"})]
+        parts = [json.dumps({"name": n, "parameters": a}, separators=draw.choice([None, (",", ":")])) for n, a in given]
+        text = f"[{','.join(parts)}]"
+        assert [(call.name, json.loads(call.arguments)) for call in forced(tools, [text]).calls] == given
+        end = draw.randrange(1, len(text))
+        half = forced(tools, [text[:end]])
+        assert half == forced(tools, list(text[:end])) and half.content is None
+        assert several or half.calls
+        assert [call.name for call in half.calls] == [name for name, _ in given][: len(half.calls)]
+        assert all(call.arguments in text[:end] for call in half.calls)
+
+
+def forced(tools: DeclaredTools, pieces: list[str]) -> ParsedReply:
+    result = ParsedReply()
+    result.add(events(ReplyParser(calls=ForcedCallsParser(tools)), pieces))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "content"),
+    [
+        ("[", [], None),
+        ('[{"name":"sea', [], None),
+        ('[{"name":"search"', [("search", "")], None),
+        ('[{"name":"search","parameters":{"path":"', [("search", '{"path":"')], None),
+        ('[{"name":"search","parameters":{}},{"na', [("search", "{}")], None),
+        ('[{"name":"search","parameters":{}}] so', [("search", "{}")], "so"),
+        ('[{"nome":"search"}]', [], '[{"nome":"search"}]'),
+        ("[] x", [], "[] x"),
+    ],
+)
+def test_where_forced_calls_end_or_leave_their_format(text: str, calls: list[tuple[str, str]], content: str) -> None:
+    for pieces in ([text], list(text)):
+        result = forced(DECLARED, pieces)
+        assert ([(call.name, call.arguments) for call in result.calls], result.content) == (calls, content)
+
+
+def test_a_header_in_which_a_forced_call_ends_is_no_content() -> None:
+    header = "<|channel|>commentary to=functions.search <|constrain|>json<|message|>"
+    for end in range(len("<|channel|>"), len(header)):
+        assert ReplyParser(calls=StructuredChannelsParser(DECLARED)).whole(header[:end]) == ParsedReply()

@@ -210,6 +210,20 @@ def test_a_forced_call_ends_as_in_openais_api() -> None:
                 assert call["function"] == {"name": "noop", "arguments": "{}"} and result["finish_reason"] == reason
 
 
+def test_a_forced_call_that_breaks_off_leaves_no_json_in_the_content() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("noop", "none")]
+    whole = '[{"name":"noop","parameters":{}}]'
+    with serving_with(TEMPLATE) as client:
+        for choice in ("required", {"type": "function", "function": {"name": "noop"}}):
+            for most in (1, 5, 9, 12, 17, 31):
+                options = {"tools": tools, "tool_choice": choice, "max_tokens": most}
+                for result in (chat(client, **options), streamed(client, **options)):
+                    assert result["finish_reason"] == "length" and not result["message"].get("content")
+                    calls = [call["function"] for call in result["message"].get("tool_calls", ())]
+                    assert choice == "required" or [call["name"] for call in calls] == ["noop"]
+                    assert all(call["arguments"] in whole for call in calls)
+
+
 def test_several_samples_have_parsers_of_their_own(client: Client, say: Say) -> None:
     say(CALL)
     status, result = client.ask(
