@@ -88,16 +88,29 @@ def _converted(directory: Path, source: str) -> bytes:
     from transformers import AutoTokenizer
 
     try:
-        backend = AutoTokenizer.from_pretrained(directory, local_files_only=True).backend_tokenizer
+        # None would let transformers ask the terminal whether to run the checkpoint's code
+        given = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        backend = given.backend_tokenizer
         lost = _lost(path, backend)
         content: bytes = backend.to_str(pretty=False).encode()
     except Exception as error:  # the converters may raise anything
-        raise UnsupportedError(
-            f"{path} cannot be converted: {_first_line(error)}; save the tokenizer as {OWN}"
-        ) from error
+        why = _first_line(error)
+        if "trust_remote_code" in str(error) and (code := _own_code(directory)):
+            why = f"its class is code of {code}, which is not run"
+        raise UnsupportedError(f"{path} cannot be converted: {why}; save the tokenizer as {OWN}") from error
     if lost is not None:
         raise UnsupportedError(f"{path} cannot be converted: transformers {lost}; save the tokenizer as {OWN}")
     return content
+
+
+def _own_code(directory: Path) -> str | None:
+    """The module of the checkpoint that has the tokenizer's class; None if there is none."""
+    settings = directory / "tokenizer_config.json"
+    named = read_json(settings).get("auto_map") if settings.is_file() else None
+    of_tokenizer = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    classes = of_tokenizer if isinstance(of_tokenizer, list) else [of_tokenizer]
+    modules = [each.rpartition(".")[0] for each in classes if isinstance(each, str)]
+    return f"{modules[0]}.py" if modules else None
 
 
 def _first_line(error: Exception) -> str:

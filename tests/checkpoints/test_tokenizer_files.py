@@ -52,6 +52,22 @@ def test_a_class_for_other_files_is_named_in_a_whole_sentence(tmp_path: Path) ->
         tokenizer_files.tokenizer_files(tmp_path)
 
 
+def test_code_of_a_checkpoint_is_neither_run_nor_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
+    """transformers asks the terminal where it is not told: an answer "y", as by `yes |`, would run the code."""
+    vocabulary(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "own"}')
+    settings = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+    with pytest.raises(
+        UnsupportedError, match=r"json cannot be converted: its class is code of own\.py, which is not run;"
+    ):
+        tokenizer_files.tokenizer_files(tmp_path)
+    assert not asked and not (tmp_path / "ran").exists()
+
+
 def test_mistrals_vocabulary_becomes_json(tmp_path: Path) -> None:
     special = [{"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(("<unk>", "<s>", "</s>"))]
     pieces = [bytes([i]) for i in range(256)] + [b"ab", b" ab"]
