@@ -405,8 +405,8 @@ MUTATIONS = (
     Mutation(
         "a page that is not full yet is shared",
         "runtime/engine/scheduler.py",
-        "full = min(sequence.computed, len(sequence.tokens)) // self.pool.page_tokens",
-        "full = -(-min(sequence.computed, len(sequence.tokens)) // self.pool.page_tokens)",
+        "full = min(sequence.scheduled, len(sequence.tokens)) // self.pool.page_tokens",
+        "full = -(-min(sequence.scheduled, len(sequence.tokens)) // self.pool.page_tokens)",
         "tests/runtime/engine/test_prefixes.py",
     ),
     Mutation(

@@ -12,9 +12,59 @@ WARP_GROUPS = "codegen/gpu/templates/attention_warp_specialized.py.jinja"
 CUDA, ENGINE = "tests/runtime/cuda/test_cuda.py", "tests/runtime/engine/test_engine.py"
 GPU_FUSE = "tests/codegen/gpu/test_fuse.py"
 GPU_ROUNDED = "tests/codegen/gpu/test_rounded.py"
+GPU_SLOTS, STATE_REUSE = "tests/runtime/cuda/test_slots.py", "tests/runtime/engine/test_state_reuse.py"
 GPU_STATES, GPU_STATE_ROUNDS = "tests/codegen/gpu/test_states.py", "tests/codegen/gpu/test_state_rounds.py"
 
 GPU_MUTATIONS = (
+    Mutation(
+        "a copy of recurrent states on a GPU goes the other way",
+        "runtime/cuda/slots.py",
+        "states + target * self._bytes, states + source * self._bytes",
+        "states + source * self._bytes, states + target * self._bytes",
+        f"{GPU_SLOTS} -k behind",
+    ),
+    Mutation(
+        "other GPUs copy no recurrent states",
+        "runtime/cuda/slots.py",
+        "self.plans.copy_state(source, target)",
+        "pass",
+        f"{GPU_SLOTS} -k other_ranks",
+    ),
+    Mutation(
+        "copies of recurrent states take all memory of a GPU",
+        "runtime/cuda/load.py",
+        "rest - room.first_pages * room.page_bytes) // _COPY_SHARE",
+        "rest - room.first_pages * room.page_bytes)",
+        f"{GPU_SLOTS} -k share",
+    ),
+    Mutation(
+        "copies of recurrent states come before the KV cache that was asked for",
+        "runtime/cuda/load.py",
+        "most_pages=pages, memory_share=1.0, first_pages=pages",
+        "most_pages=pages, memory_share=1.0",
+        f"{GPU_SLOTS} -k share",
+    ),
+    Mutation(
+        "states after a pending step are not kept",
+        "runtime/engine/scheduler.py",
+        "if self.snapshots and sequence.scheduled in sequence.state_ends:",
+        "if self.snapshots and sequence.computed in sequence.state_ends:",
+        f"{STATE_REUSE} -k conversation",
+    ),
+    Mutation(
+        "pages that a pending step fills cannot be found when their states are kept",
+        "runtime/engine/scheduler.py",
+        "full = min(sequence.scheduled, len(sequence.tokens))",
+        "full = min(sequence.computed, len(sequence.tokens))",
+        f"{STATE_REUSE} -k conversation",
+    ),
+    Mutation(
+        "a request continues from a copy without its states",
+        "runtime/engine/scheduler.py",
+        "self.snapshots.restore(shared[-1], request.sequence.slot)",
+        "pass",
+        f"{STATE_REUSE} -k conversation",
+    ),
     Mutation(
         "experts' slots of a later chunk of a large step go to the places of the first chunk's",
         "codegen/gpu/templates/expert_sums.py.jinja",

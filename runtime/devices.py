@@ -86,7 +86,8 @@ def _open_on_gpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
     rows = options.max_num_batched_tokens
     named = read_factors(root, manifest, options.lora or {})
     drafts = options.gamma != 0
-    opened = open_cuda(root, manifest, options.max_batch, *memory, drafts, tokenizer, rows, named)
+    copies = options.prefix_caching
+    opened = open_cuda(root, manifest, options.max_batch, *memory, drafts, tokenizer, rows, named, copies)
     executor, drafter, released = opened
     return OpenedModel(executor, drafter, tokenizer, adapters=executor.inputs.adapters, memory=released)
 

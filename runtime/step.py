@@ -24,7 +24,7 @@ EVERYTHING = (1 << 31) - 1
 class SlotCopies(NamedTuple):
     """`many` slots of recurrent states from `first` on, which no request has.
 
-    `copy(source, target)` copies a slot while no step is pending.
+    `copy(source, target)` copies a slot behind all steps that were started, and before those that are started later.
     """
 
     first: int
@@ -68,7 +68,8 @@ class Limits(NamedTuple):
     max_tokens: most rows of a step. vocab: size of the vocabulary. page_tokens: positions of a KV page. max_position:
     most positions of a sequence. ring_tokens: positions of the ring of a hierarchical cache, 0 for other caches.
     slots: of recurrent states, one for each request that runs at once, on a GPU. most_outputs: most rows with logits of
-    a step, which bounds its sequences too; 0 for as many as rows.
+    a step, which bounds its sequences too; 0 for as many as rows. copies: slots behind those of requests, for copies of
+    states, on a GPU.
     """
 
     max_tokens: int
@@ -78,6 +79,7 @@ class Limits(NamedTuple):
     ring_tokens: int = 0
     slots: int = 0
     most_outputs: int = 0
+    copies: int = 0
 
     @property
     def max_outputs(self) -> int:

@@ -26,10 +26,11 @@ from qcompile.runtime.cuda.masks import DeviceMasks
 from qcompile.runtime.cuda.memory import MOST_DECODED, DeviceMemory, PinnedNumbers
 from qcompile.runtime.cuda.plans import OtherRanks
 from qcompile.runtime.cuda.sampling import DeviceSampling
+from qcompile.runtime.cuda.slots import DeviceSlots
 from qcompile.runtime.cuda.started import StartedSteps
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.inputs import SamplingInputs
-from qcompile.runtime.step import HiddenStates, Limits, Rate, Rows, SlotCopies
+from qcompile.runtime.step import HiddenStates, Limits, Rate, Rows
 
 _PEAKS = {"memory": "memory_gb_s", "int8": "int8_gops", "f32": "f32_gflops", "bf16": "bf16_gflops"}
 """Names of peak rates in a plan, in the order of `probe`."""
@@ -44,7 +45,6 @@ class CudaExecutor:
     """
 
     threads, samples, asks_for_masks, overlaps, embed_width = 0, True, False, True, 0
-    copies: SlotCopies | None = None
     features: DeviceFeatures | None = None
     given: DeviceFeatures | None = None
     """What the rows of the last call return to a draft head, once wanted (`connect`), and what those of a head read."""
@@ -68,8 +68,9 @@ class CudaExecutor:
         self.preparations = driver.preparations
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
         self.hidden: HiddenStates | str = why_not(plan) or HiddenStates(plan["hidden"]["width"], self._step_hidden)
-        self.state_slots = limits.slots if plan["slot_bytes"] else 0
         self.memory = DeviceMemory(driver, plan, limits, kv_pages)
+        self.slots = DeviceSlots(driver, plan, limits, self.memory)
+        self.state_slots, self.copies = self.slots.total, self.slots.copies
         # A draft path computes the last certain position again in a round (runtime/cuda/speculate.py).
         self.inputs = StepInputs(driver, plan, limits, self.memory, spare=kv_pages, repeated=int(own_cache))
         self.launcher = Launcher(driver, plan, functions, weights, self.memory, self.address)
@@ -112,7 +113,7 @@ class CudaExecutor:
         self.memory.rank, self.memory.peers, self._failed = rank, peers, failed
         self.ranks = ranks
         if ranks:
-            self.launcher.published = ranks.plans.run
+            self.launcher.published, self.slots.plans = ranks.plans.run, ranks.plans
 
     def adopt(self, addresses: Iterable[int], modules: Iterable[ctypes.c_void_p] = ()) -> None:
         """Take ownership of the weights' memory and of modules of kernels, to free them when the model is closed."""

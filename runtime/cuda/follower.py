@@ -101,6 +101,8 @@ def _repeat(executor: CudaExecutor, record: Record) -> None:
         executor.inputs.reset_counter(record.first)
     elif record.kind == PlanKind.FOLLOW:
         executor.launcher.launch(executor.plan["follow"], record.counts)
+    elif record.kind == PlanKind.STATE:
+        executor.slots.copy(record.first, record.second)
     else:
         counts = record.counts | {"reported": 0, "kept": 0}
         part, feed_back = PARTS[record.first // 2], bool(record.first % 2)

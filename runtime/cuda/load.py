@@ -41,6 +41,12 @@ _FEWEST_ROWS = 512
 _BUFFER_SHARE = 4
 """Loading chooses steps small enough that their buffers take at most 1 / 4 of the memory for buffers, cache and
 states."""
+_COPY_SHARE = 4
+"""Copies of recurrent states take at most 1 / 4 of the memory for KV pages and copies, as on CPUs: a page is what a
+request cannot do without, a copy saves it time."""
+_COPIES_A_REQUEST = 4
+"""Most copies for each request that runs at once, as on CPUs: a text has two, where its prompt ends and where it parts
+from an earlier one, and the texts of twice as many users as run at once are kept."""
 _NO_SLEEP = "this GPU's driver cannot give memory back and keep its addresses"
 
 
@@ -62,17 +68,19 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
     tokenizer: Tokenizer | None = None,
     step_rows: int | None = None,
     adapters: Mapping[str, Sites] | None = None,
+    snapshots: bool = False,
 ) -> OpenedCuda:
     """Verify every file of the artifact, copy its weights to the GPU, and open its plan and, if wanted, its drafts.
 
     `memory_share` is the share of the GPU's memory that may be used, `tokenizer` the target's, `step_rows` the most
     rows of a step (by default STEP_TOKENS; fewer where memory is short or the kernels take fewer), `adapters` the
-    factors of adapters by name, for an artifact that has places for them. Raises ArtifactError (damaged, or its kernels
+    factors of adapters by name, for an artifact that has places for them. With `snapshots`, there are slots for copies
+    of recurrent states, as far as memory permits. Raises ArtifactError (damaged, or its kernels
     do not run on this GPU), ResourceError (no driver, GPU, or memory), UsageError (less cache than a page, or more rows
     than the kernels take).
     """
     if (ranks := len(manifest["runtime"].get("ranks") or [0])) > 1:
-        given = max_batch, kv_cache_bytes, memory_share, drafts, step_rows
+        given = max_batch, kv_cache_bytes, memory_share, drafts, step_rows, snapshots
         return OpenedCuda(*open_divided(root, manifest, ranks, *given), f"{ranks} processes compute it together")
     gpu = driver()
     runtime, model = manifest["runtime"], manifest["model"]
@@ -85,13 +93,12 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
     sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens") or 0, max_batch, runtime.get("max_outputs") or 0)
     page_bytes = kv["page_bytes"] + sum(path["kv"]["page_bytes"] for path in paths if path.get("kv"))
-    slot_bytes = sum(
-        plan.get("slot_bytes", 0) for plan, path in zip(plans, (runtime, *paths), strict=True) if path.get("kv")
-    )
+    own = [plan for plan, path in zip(plans, (runtime, *paths), strict=True) if path.get("kv")]
+    slot_bytes = sum(plan.get("slot_bytes", 0) for plan in own)
     most_pages = max_batch * limits.pages_for(limits.max_position)
-    room = _Room(page_bytes, slot_bytes, most_pages, memory_share, step_rows is None)
+    room = _Room(page_bytes, slot_bytes, most_pages, memory_share, step_rows is None, _most_copies(limits, snapshots))
     if kv_cache_bytes is not None and page_bytes:
-        room = room._replace(most_pages=requested_pages(kv_cache_bytes, page_bytes), memory_share=1.0)
+        room = room.granted(requested_pages(kv_cache_bytes, page_bytes))
     with ExitStack() as undo:
         # On failure all memory is freed: a smaller model may fit then.
         held: list[int] = []
@@ -128,9 +135,12 @@ class LoadedRank(NamedTuple):
     held: list[int]
     modules: list[ctypes.c_void_p]
 
-    def open(self, pages: int, rows: int, slots: int) -> list[CudaExecutor]:
-        """The executors of all paths, with `pages` pages of cache, for steps of `rows` rows and `slots` requests."""
-        limits = self.limits._replace(max_tokens=rows, slots=slots)
+    def open(self, pages: int, rows: int, slots: int, copies: int) -> list[CudaExecutor]:
+        """The executors of all paths, with `pages` pages of cache, for steps of `rows` rows and `slots` requests.
+
+        There are slots for `copies` copies of recurrent states.
+        """
+        limits = self.limits._replace(max_tokens=rows, slots=slots, copies=copies)
         target = CudaExecutor(self.gpu, self.plans[0], self.functions, self.weights, pages, limits)
         with ExitStack() as undo:
             undo.callback(target.close)
@@ -169,7 +179,7 @@ def load_rank(root: str | Path, manifest: Manifest, rank: int, drafts: bool) -> 
     return loaded
 
 
-def open_divided(
+def open_divided(  # parameters: those of `open_cuda` that a divided model has
     root: Path,
     manifest: Manifest,
     ranks: int,
@@ -178,6 +188,7 @@ def open_divided(
     memory_share: float,
     drafts: bool,
     step_rows: int | None,
+    snapshots: bool,
 ) -> tuple[CudaExecutor, Drafter | None]:
     """Open a model that is divided over `ranks` GPUs, as rank 0; the other ranks have processes of their own.
 
@@ -194,17 +205,18 @@ def open_divided(
         limits = own.limits._replace(slots=max_batch, max_tokens=step_rows or own.limits.max_tokens)
         page_bytes, slot_bytes = manifest["runtime"]["kv"]["page_bytes"], own.plans[0].get("slot_bytes", 0)
         most_pages = max_batch * limits.pages_for(limits.max_position)
+        copies = _most_copies(limits, snapshots)
+        room = _Room(page_bytes, slot_bytes, most_pages, memory_share, step_rows is None, copies)
         if kv_cache_bytes is not None and page_bytes:
-            most_pages, memory_share = requested_pages(kv_cache_bytes, ranks * page_bytes), 1.0
-        room = _Room(page_bytes, slot_bytes, most_pages, memory_share, step_rows is None)
+            room = room.granted(requested_pages(kv_cache_bytes, ranks * page_bytes))
         free, total = gpu.memory()
         limits, pages = _fitting(own.plans, limits, room, min(free, processes.loaded()), total)
-        executors = own.open(pages, limits.max_tokens, limits.slots)
+        sizes = {"pages": pages, "rows": limits.max_tokens, "slots": limits.slots, "copies": limits.copies}
+        executors = own.open(**sizes)
         undo.pop_all()
         for executor in executors:
             undo.callback(executor.close)
         undo.callback(processes.close)
-        sizes = {"pages": pages, "rows": limits.max_tokens, "slots": limits.slots}
         peers = processes.join(sizes, gpu, [executor.memory.peer_memory for executor in executors])
         for path, (executor, addresses) in enumerate(zip(executors, peers, strict=True)):
             executor.join(0, addresses, processes.failed.address, processes.of_path(path))
@@ -229,7 +241,8 @@ class _Room(NamedTuple):
     """The memory that caches and states may take.
 
     It has the bytes of a page and of a slot, summed over all paths, the most pages, the share of the GPU's memory that
-    may be used, and whether steps may have fewer rows than the limits say.
+    may be used, whether steps may have fewer rows than the limits say, the most copies of recurrent states, and how
+    many pages come before those.
     """
 
     page_bytes: int
@@ -237,6 +250,12 @@ class _Room(NamedTuple):
     most_pages: int
     memory_share: float
     fewer_rows: bool = False
+    most_copies: int = 0
+    first_pages: int = 1
+
+    def granted(self, pages: int) -> _Room:
+        """The room if the caller has asked for this number of pages, whatever share of the memory they take."""
+        return self._replace(most_pages=pages, memory_share=1.0, first_pages=pages)
 
 
 def _open_stages(
@@ -356,12 +375,22 @@ def _fitting(plans: list[dict[str, Any]], limits: Limits, room: _Room, free: int
             f"the recurrent states of {limits.slots} requests take {states:,} bytes of GPU memory, which has room for"
             f" those of {fits}: lower max_batch"
         )
-    return limits, pages_in(rest - states, room.page_bytes, room.most_pages, 1.0)
+    rest -= states
+    copied = plans[0].get("slot_bytes", 0)  # drafts with states of their own compute a text's again
+    if copied:
+        left = max(0, rest - room.first_pages * room.page_bytes) // _COPY_SHARE
+        limits = limits._replace(copies=min(room.most_copies, left // copied))
+    return limits, pages_in(rest - limits.copies * copied, room.page_bytes, room.most_pages, 1.0)
+
+
+def _most_copies(limits: Limits, snapshots: bool) -> int:
+    """Most copies of recurrent states that are kept; none over a hierarchical cache, which keeps texts as a whole."""
+    return _COPIES_A_REQUEST * limits.slots if snapshots and not limits.ring_tokens else 0
 
 
 def _of_drafts(limits: Limits) -> Limits:
     """The limits of a draft path's steps: one row or two for each sequence, or a part of a prompt."""
-    return limits._replace(max_tokens=limits.max_outputs)
+    return limits._replace(max_tokens=limits.max_outputs, copies=0)
 
 
 def _buffers(plans: list[dict[str, Any]], limits: Limits) -> int:

@@ -40,7 +40,9 @@ class PlanKind(IntEnum):
     COUNTER = 4
     RUN = 5
     FOLLOW = 6
-    END = 7
+    STATE = 7
+    """Copy a slot of recurrent states to another."""
+    END = 8
 
 
 class Record(NamedTuple):
@@ -184,6 +186,10 @@ class PlanWriter:
     def follow(self, counts: Counts) -> None:
         """Write that the launches run that insert tokens of the step before."""
         self._write(PlanKind.FOLLOW, json.dumps(counts).encode())
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Write that a slot of recurrent states is copied to another."""
+        self._write(PlanKind.STATE, first=source, second=target)
 
     def end(self) -> None:
         """Write that no step follows."""

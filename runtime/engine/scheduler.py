@@ -264,10 +264,11 @@ class Scheduler:
         return sorted({known * size, (len(request.sequence.tokens) - 1) // size * size} - {0})
 
     def _keep_states(self) -> None:
-        """Keep the states of requests that have reached a position of their `state_ends`."""
+        """Keep the states of requests that have reached a position of their `state_ends`, or do in a pending step: the
+        copy runs after that step, and before the next one."""
         for request in self.running if self.snapshots else ():
             sequence = request.sequence
-            if self.snapshots and not sequence.pending_rows and sequence.computed in sequence.state_ends:
+            if self.snapshots and sequence.scheduled in sequence.state_ends:
                 self._note_full_pages(request)
                 if sequence.cached_page and sequence.cached_page.attached:
                     self.snapshots.keep(sequence.cached_page, sequence.slot)
@@ -275,12 +276,12 @@ class Scheduler:
     # ---- end ------------------------------------------------------------------------------------
 
     def _note_full_pages(self, request: Request) -> None:
-        """Let other requests find the pages that this one has filled."""
+        """Let other requests find the pages that this one has filled, or fills in pending steps before theirs."""
         sequence = request.sequence
         if sequence.embeds is not None:  # tokens do not tell what the pages hold
             return
         # Positions past the last token, of drafts, do not count.
-        full = min(sequence.computed, len(sequence.tokens)) // self.pool.page_tokens
+        full = min(sequence.scheduled, len(sequence.tokens)) // self.pool.page_tokens
         if self.pool.prefixes is not None and full > (sequence.cached_page.depth if sequence.cached_page else 0):
             filled = sequence.pages[:full]
             page = self.pool.prefixes.add(sequence.cached_page, sequence.tokens, filled, request.spec.sharing)

@@ -12,7 +12,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -226,11 +226,13 @@ def byte_tokenizer() -> Any:
 
 @dataclass
 class Late:
-    """A step or a multi-step decode that has been started, and its tokens once it has run."""
+    """A step or a multi-step decode that has been started, what slots of states are copied then, and its tokens once it
+    has run."""
 
     rows: list[Rows]
     steps: int
     sampling: list[SamplingInputs]
+    copied: list[tuple[int, int]] = field(default_factory=list)
     result: list[int] | None = None
 
 
@@ -241,8 +243,8 @@ class LateExecutor(Executor):
     overlaps = True
     most_late = 0  # the most that were late at once
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
         self._late: list[Late] = []
 
     def start(
@@ -271,7 +273,15 @@ class LateExecutor(Executor):
     def _run_first(self) -> None:
         (late, *others), self._late = self._late, []
         late.result = super().start(late.rows, late.steps, late.sampling)()
+        for source, target in late.copied:
+            super()._copy_state(source, target)
         self._late = others
+
+    def _copy_state(self, source: int, target: int) -> None:
+        if self._late:
+            self._late[-1].copied.append((source, target))
+        else:
+            super()._copy_state(source, target)
 
     def step(self, *given: Any, **more: Any) -> tuple[list[int], FloatArray | None]:
         self.settle()

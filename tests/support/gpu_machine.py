@@ -165,7 +165,8 @@ class Machine:
     """A decoder compiled by a recipe for a GPU, opened here with its drafts if it has some.
 
     Decode attention takes programs of whole splits, if not `fine`. Programs of leaves give the same bits, and take
-    twice the time here. `how`: more arguments of `pipeline.plan`.
+    twice the time here. There are slots for `copies` copies of recurrent states. `how`: more arguments of
+    `pipeline.plan`.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class Machine:
         split: int = 64,
         drafts: Sequence[Any] = (),
         fine: bool = False,
+        copies: int = 0,
         **how: Any,
     ) -> None:
         launching.LaunchCall = HostLaunch  # type: ignore[assignment, misc]
@@ -186,7 +188,7 @@ class Machine:
         self.planned = planned = pipeline.plan(graph, target="h200", recipe=recipe, drafts=drafts, **how)
         kv = planned.program.kv
         sizes = max_tokens, planned.program.vocab_size, kv.page_tokens, planned.program.max_position
-        self.limits = Limits(*sizes, kv.ring_tokens, slots=8)
+        self.limits = Limits(*sizes, kv.ring_tokens, slots=8, copies=copies)
         self.weights = {
             name: self.driver.keep(blob.clone())
             for weight in planned.weights
@@ -240,7 +242,8 @@ class Machine:
 
     def engine(self, gamma: int = 0) -> Engine:
         """A new engine that drafts `gamma` tokens a round. Like that of a loaded model, it has a controller."""
-        pool = BlockPool(self.pages, self.limits.page_tokens, self.limits.ring_tokens)
+        remembered = self.pages if self.limits.copies else 0
+        pool = BlockPool(self.pages, self.limits.page_tokens, self.limits.ring_tokens, remembered)
         engine = Engine(self.target, pool, None, (), 8, self.speculator if gamma else None)
         engine.scheduler.adapters = self.target.inputs.adapters
         prior = SpeculationPrior((RoundCosts(1, 64, 1e-3, dict.fromkeys(GAMMAS, 1e-3)),), 0.8)

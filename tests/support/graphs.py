@@ -34,8 +34,11 @@ def recurrent(
     bias: bool = True,
     rank: int = 0,
     unit_keys: bool = False,
+    attended: int = 32,
 ) -> Graph:
     """A decoder at stage `raise`, of blocks with a convolution and a recurrence, and if `attention`, then attention.
+
+    Two heads of attention have `attended` features together.
 
     `rates`: "heads", "keys" (a rate for each head and key feature) or "" (none). With `rank`, decay and gain are linear
     in slices of that many features of one wider value. `unit_keys`: q and k have length 1. Otherwise the length of keys
@@ -76,7 +79,7 @@ def recurrent(
         return graph.call("merge_heads", graph.call("linear_recurrence", q, k, v, decay, rate, strength, delta))
 
     def mixed_by_attention(y: fx.Node, n: int) -> fx.Node:
-        q, k, v = (graph.call("split_heads", linear(y, f"{name}{n}", 32), 2) for name in ("aq", "ak", "av"))
+        q, k, v = (graph.call("split_heads", linear(y, f"{name}{n}", attended), 2) for name in ("aq", "ak", "av"))
         return graph.call("merge_heads", graph.call("attention", q, k, v, 0.25))
 
     x = graph.call("embedding", ids, weight("embed", vocab, hidden))
