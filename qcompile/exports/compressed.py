@@ -6,20 +6,22 @@ Scales stay in float32: vLLM rounds them to the type of the activations when it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qcompile.exports.layout import StoredLayout, pack_halves, pack_words
+from qcompile.exports.layout import WORD, StoredLayout, pack_halves, pack_words
 from qcompile.formats.activations import INT8
-from qcompile.formats.asymmetric import W4_ASYM_G128
+from qcompile.formats.asymmetric import W4_ASYM_G32, W4_ASYM_G64, W4_ASYM_G128
 from qcompile.formats.mxfp4 import MXFP4
 from qcompile.formats.nvfp4 import NVFP4
-from qcompile.formats.symmetric import W8_SYM_CHANNEL
+from qcompile.formats.symmetric import W8_SYM_CHANNEL, W8_SYM_G32, W8_SYM_G64, W8_SYM_G128
 from qcompile.formats.weight import WeightFormat
 
 METHOD = "compressed-tensors"
+BYTES = (W8_SYM_G128, W8_SYM_G64, W8_SYM_G32)
 
 
 def _config(format: str, weights: dict[str, Any], activations: dict[str, Any] | None, floats: Sequence[str]) -> Any:
@@ -48,7 +50,7 @@ def _integers(bits: int, symmetric: bool, strategy: str, group: int | None = Non
 
 
 def _pack(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Codes uint8 [n, k], scale f32 [n, groups] and zero uint8 [n, groups] of w4_asym_g128."""
+    """Codes uint8 [n, k], scale f32 [n, groups] and zero uint8 [n, groups] of 4-bit groups."""
     return {
         "weight_packed": pack_words(parts["codes"], 1),
         "weight_scale": parts["scale"],
@@ -57,8 +59,18 @@ def _pack(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _pack_config(floats: Sequence[str], head: str | None) -> Any:
-    return _config("pack-quantized", _integers(4, False, "group", W4_ASYM_G128.group), None, floats)
+def _pack_bytes(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Codes int8 [n, k] and scale f32 [n, groups] of 8-bit groups; a packed code is larger by 128."""
+    return {
+        "weight_packed": pack_words(parts["codes"].to(torch.int16) + 128, 1, range(0, WORD, 8)),
+        "weight_scale": parts["scale"],
+        "weight_shape": torch.tensor(parts["codes"].shape),
+    }
+
+
+def _pack_config(floats: Sequence[str], head: str | None, format: WeightFormat) -> Any:
+    weights = _integers(format.bits, format in BYTES, "group", format.group)
+    return _config("pack-quantized", weights, None, floats)
 
 
 def _bytes(parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -107,7 +119,12 @@ def _nvfp4_config(floats: Sequence[str], head: str | None) -> Any:
 
 
 COMPRESSED: dict[WeightFormat, StoredLayout] = {
-    W4_ASYM_G128: StoredLayout(_pack, _pack_config, inputs=W4_ASYM_G128.group),
+    **{
+        kind: StoredLayout(
+            _pack_bytes if kind in BYTES else _pack, partial(_pack_config, format=kind), inputs=kind.group
+        )
+        for kind in (W4_ASYM_G128, W4_ASYM_G64, W4_ASYM_G32, *BYTES)
+    },
     W8_SYM_CHANNEL: StoredLayout(_bytes, _bytes_config, activation=INT8.name),
     MXFP4: StoredLayout(_mxfp4, _mxfp4_config, inputs=MXFP4.group),
     NVFP4: StoredLayout(_nvfp4, _nvfp4_config, inputs=NVFP4.group),

@@ -1,6 +1,7 @@
 """Blocks of 32 weights as GGUF stores them (ggml, ggml-common.h), made of the parts of our formats.
 
 - Q4_1: float16 d and m, then 16 bytes; weight = d * code + m. Weights 0 to 15 are the low halves, the others the high.
+  Groups of several blocks repeat d and m.
 - Q8_0: float16 d, then 32 signed bytes; weight = d * code.
 - MXFP4: the exponent of a power of two, plus 127, then 16 bytes of E2M1 codes in the order of Q4_1.
 
@@ -11,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from qcompile.errors import UnsupportedError
-from qcompile.formats.asymmetric import W4_ASYM_G128
+from qcompile.formats.asymmetric import W4_ASYM_G32, W4_ASYM_G64, W4_ASYM_G128
 from qcompile.formats.mxfp4 import MXFP4
-from qcompile.formats.symmetric import W8_SYM_CHANNEL
+from qcompile.formats.symmetric import W8_SYM_CHANNEL, W8_SYM_G32, W8_SYM_G64, W8_SYM_G128
 from qcompile.formats.weight import WeightFormat
 
 BLOCK = 32
@@ -50,17 +52,23 @@ def _blocks(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, -1).flatten(1).contiguous()
 
 
-def _q4_1(parts: dict[str, Tensor]) -> Tensor:
-    count = W4_ASYM_G128.group // BLOCK
+def _q4_1(parts: dict[str, Tensor], group: int) -> Tensor:
     blocks = parts["codes"].shape[1] // BLOCK
-    scale, zero = (parts[role].float().repeat_interleave(count, 1)[:, :blocks] for role in ("scale", "zero"))
+    scale, zero = (_repeated(parts[role], group, blocks) for role in ("scale", "zero"))
     return _blocks([_float16(scale), _float16(-zero * scale), _halves(parts["codes"])])
 
 
-def _q8_0(parts: dict[str, Tensor]) -> Tensor:
+def _q8_0(parts: dict[str, Tensor], group: int) -> Tensor:
+    """group: inputs that share a scale; 0 is a row."""
     codes = parts["codes"].unflatten(1, (-1, BLOCK))
-    scale = parts["scale"][:, None].expand(codes.shape[:2])
+    blocks, scale = codes.shape[1], parts["scale"]
+    scale = _repeated(scale, group, blocks) if group else scale[:, None].expand(-1, blocks)
     return _blocks([_float16(scale), codes.contiguous().view(torch.uint8)])
+
+
+def _repeated(part: Tensor, group: int, blocks: int) -> Tensor:
+    """A part [n, groups] of each of the blocks [n, blocks] in its groups."""
+    return part.float().repeat_interleave(group // BLOCK, 1)[:, :blocks]
 
 
 def _mxfp4(parts: dict[str, Tensor]) -> Tensor:
@@ -68,8 +76,9 @@ def _mxfp4(parts: dict[str, Tensor]) -> Tensor:
 
 
 BLOCKS: dict[WeightFormat, BlockType] = {
-    W4_ASYM_G128: BlockType("Q4_1", _q4_1),
-    W8_SYM_CHANNEL: BlockType("Q8_0", _q8_0),
+    **{kind: BlockType("Q4_1", partial(_q4_1, group=kind.group)) for kind in (W4_ASYM_G128, W4_ASYM_G64, W4_ASYM_G32)},
+    W8_SYM_CHANNEL: BlockType("Q8_0", partial(_q8_0, group=0)),
+    **{kind: BlockType("Q8_0", partial(_q8_0, group=kind.group)) for kind in (W8_SYM_G128, W8_SYM_G64, W8_SYM_G32)},
     MXFP4: BlockType("MXFP4", _mxfp4),
 }
 """The blocks that hold the codes of our formats."""

@@ -36,7 +36,7 @@ def pack_halves(codes: Tensor) -> Tensor:
 
 
 def pack_words(codes: Tensor, dim: int, places: Sequence[int] = range(0, WORD, 4)) -> Tensor:
-    """4-bit codes uint8 [n, k] -> int32 words along `dim`, the last padded with zeros.
+    """Codes [n, k] that are not negative -> int32 words along `dim`, the last padded with zeros.
 
     `places` are the first bits, in a word, of its codes in their order.
     """

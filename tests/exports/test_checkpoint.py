@@ -131,7 +131,11 @@ HELD = [
     ("w4a16", "compressed-tensors"),
     ("w4a16", "gptq"),
     ("w4a16", "awq"),
+    ("w4a16-g32", "compressed-tensors"),
+    ("w4a16-g32", "gptq"),
+    ("w4a16-g32", "awq"),
     ("w8a8", "compressed-tensors"),
+    ("w8a8-g32", "compressed-tensors"),
     ("mxfp4", "compressed-tensors"),
     ("nvfp4", "compressed-tensors"),
 ]
