@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from qcompile.errors import ResourceError, UsageError, shown
 from qcompile.runtime.detokenizer import BROKEN, spelled
+from qcompile.runtime.sampling.exclusive import overlap
 from qcompile.runtime.sampling.known_masks import KnownMasks
 from qcompile.runtime.sampling.masks import Grammar, first_line
 from qcompile.runtime.sampling.structured import Source, StructuredOutputsParams, StructureError
@@ -32,6 +34,8 @@ _MOST_THREADS = 32
 """Most threads that compute masks together: llguidance's own limit."""
 _NO_TEXT = "NoExtensionBias"
 """What llguidance says of a grammar without texts, as a rule that always continues with itself."""
+_ONE_OF = "oneOf constraints are not supported"
+"""What it says of a `oneOf` of which it cannot show that at most one schema holds."""
 
 
 class Grammars:
@@ -85,6 +89,9 @@ class Grammars:
             reason = first_line(matcher.get_error())
             if reason == _NO_TEXT:
                 reason = "its recursion has no end"
+            elif _ONE_OF in reason:
+                texts = [source.text] if source.kind == "json" else [text for _, text in json.loads(source.text)]
+                reason = overlap(texts)
             raise StructureError(source.kind, f"cannot be compiled: {reason}")
         grammar = Grammar(matcher, eos, guide, partial(_matcher, guide, source), self._known, self._together)
         with self._lock:

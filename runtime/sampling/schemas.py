@@ -17,20 +17,6 @@ number takes a second."""
 MOST_MULTIPLE = 100_000
 """Largest common multiple of all `multipleOf`, in units of their smallest decimal place: llguidance has a state for
 each remainder."""
-FORMATS = {
-    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
-    *("uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid"),
-    *("json-pointer", "relative-json-pointer", "regex"),
-}
-"""The values of `format` that JSON Schema defines. Others, as pydantic's `path` and OpenAPI's `byte`, are notes for
-readers that demand nothing; llguidance refuses them."""
-_PARTS = (
-    *("items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "propertyNames"),
-    *("not", "if", "then", "else"),
-)
-_LISTS = "items", "prefixItems", "anyOf", "allOf", "oneOf"
-_NAMED = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas"
-"""Keywords with a schema, a list of schemas, and schemas by name."""
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BRACKETS = re.compile(r"[\[\](){}]")
 
@@ -52,24 +38,7 @@ def schema_text(text: str) -> str:
     if not isinstance(schema, dict):
         raise ValueError("must be a JSON schema: an object")
     _check_size(schema)
-    return json.dumps(schema) if _drop_notes(schema) else text
-
-
-def _drop_notes(schema: Any) -> bool:
-    """Remove each `format` that demands nothing from a schema and its parts. Returns whether there was one.
-
-    A property, or a value that is allowed, may have the name `format`, too: these stay.
-    """
-    if not isinstance(schema, dict):
-        return False
-    given = schema.get("format")
-    dropped = isinstance(given, str) and given not in FORMATS
-    if dropped:
-        del schema["format"]
-    parts = [schema[name] for name in _PARTS if name in schema]
-    parts += [part for name in _LISTS if isinstance(schema.get(name), list) for part in schema[name]]
-    parts += [part for name in _NAMED if isinstance(schema.get(name), dict) for part in schema[name].values()]
-    return sum([_drop_notes(part) for part in parts]) > 0 or dropped
+    return text
 
 
 def _check_size(schema: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from qcompile.runtime.sampling.rewritten import rewritten
 from qcompile.runtime.sampling.structured import Reasoning, Source
 
 _SPACES = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -57,7 +58,7 @@ def _of_schema(schema: str, compact: bool) -> str:
     from llguidance import LLMatcher
 
     spaces: Any = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _SPACES}
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides=spaces))
+    return str(LLMatcher.grammar_from_json_schema(rewritten(schema), overrides=spaces))
 
 
 def _of_calls(calls: Sequence[tuple[str, str]], compact: bool, guide: Any) -> str:
