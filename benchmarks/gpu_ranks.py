@@ -90,8 +90,9 @@ def measure(llm: Any) -> dict[str, Any]:
     for length in PROMPTS:
         times = []
         for number in range(REPEATS + 1):
+            fresh = [prompt(1000 + number, length)]
             started = time.perf_counter()
-            tokens_of(llm, [prompt(1000 + number, length)], 1)
+            tokens_of(llm, fresh, 1)
             times.append(time.perf_counter() - started)
         row["prompt_seconds"][length] = sorted(times[1:])[REPEATS // 2]
     prompts = [prompt(2000 + number, 20 + 37 * number) for number in range(9)]

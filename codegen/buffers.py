@@ -63,6 +63,11 @@ class Buffer:
         return groups_of(self.stride, self.kind.group) if self.dtype == "q8" else 0
 
     @property
+    def whole_sum(self) -> bool:
+        """Whether a row has one sum of codes, over all its inputs, which have one scale."""
+        return self.groups == 1 and not self.kind.group
+
+    @property
     def row_bytes(self) -> int:
         """Arena bytes per row."""
         extra = 4 * self.scales + 4 * self.groups if self.dtype == "q8" else 0

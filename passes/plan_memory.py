@@ -17,6 +17,8 @@ from qcompile.passes.base import Pass, PassResult
 
 ALIGNMENT = 64
 VIEWS = ("slice_features", "split_heads", "merge_heads")
+_BEHIND_SUMS = ("add", "norm_quantize", "rms_norm", "layer_norm")
+"""Operators that the kernel of a sum over ranks may compute with it."""
 OUTSIDE = ("kv_append", "write_features")
 """Operators with results outside the arena."""
 
@@ -51,8 +53,9 @@ class PlanMemory(Pass):
 
     Views share their source's buffer at a column offset. Operators on heads and of adapters work in place; a gemm with
     residual add does if nothing reads the old value later. Buffers with disjoint lifetimes share bytes (first fit,
-    largest first). Three results have a place earlier than needed, from the operator before them on, so that its kernel
-    may write them itself: the result of a gate, a value rounded to bf16, and a gate's result that is quantized.
+    largest first). Some results have a place earlier than needed, from an operator before them on, so that its kernel
+    may write them itself: the result of a gate, a value rounded to bf16, a gate's result that is quantized, and the
+    result of an addition to a sum over ranks and of its norm.
     """
 
     name: ClassVar[str] = "plan_memory"
@@ -151,6 +154,8 @@ def _new_value(graph: Graph, node: fx.Node, kind: str, place: dict[fx.Node, int]
     computed = _source(node, writing) if kind == "quantize_activation" else node
     if kind == "gate_rows":
         computed = _gated(node)
+    if kind in _BEHIND_SUMS:
+        computed = _summed(node)
     lives = place[computed], _last_use(node, place)
     return _Value(node.name, dtype, width, group, "tokens", *lives, activation)
 
@@ -159,6 +164,17 @@ def _gated(node: fx.Node) -> fx.Node:
     """The gemm that makes the operand of `node`, a gate; where no row has an adapter, its kernel applies the gate."""
     gemm: fx.Node = ops.operand(ops.operand(node, "x"), "y")
     return gemm
+
+
+def _summed(node: fx.Node) -> fx.Node:
+    """The sum over ranks to which `node` adds, or of which it is the norm; `node` itself if it does neither."""
+    for source in node.all_input_nodes:
+        kind = ops.name_of(source.target)
+        if kind == "all_reduce":
+            return source
+        if kind == "add" and ops.name_of(node.target) != "add" and (total := _summed(source)) is not source:
+            return total
+    return node
 
 
 def _source(node: fx.Node, kinds: tuple[str, ...]) -> fx.Node:

@@ -1,163 +1,134 @@
-"""Sums over the GPUs of a divided model, by kernels that write to the memory of all of them (peer_memory.py).
+"""Sums over the GPUs of a divided model, by row kernels that exchange through peer memory (peer_memory.py).
 
-A sum is in one of three ways, by its size:
+A sum of few rows is one kernel, beside the norm that follows: each GPU sends its parts of the rows to all, where each
+number carries the number of the sum, and all GPUs compute the same. Sums of many rows are three kernels: each GPU sends
+its parts of a row to the row's owner (SendSpec), the owner sums the row and computes the norm, and all collect what it
+sends them (CollectSpec). So a GPU sends its share of the rows instead of all, and computes norms of its share. All add
+in the order of ranks, element by element, and norms are the same kernel but for where the row comes from: the bits
+depend neither on timing nor on the number of rows.
 
-    small     one exchange, in which each number carries the number of the exchange: the fewest steps one after another
-    medium    one exchange, in which each program writes a flag behind all its parts
-    large     two steps among more than two GPUs: each GPU sums some chunks, and sends their totals to all
-
-Each counts its sums in memory of the GPU, so graphs replay them. All add in the order of ranks, element by element: the
-bits depend neither on timing nor on the number of rows.
+With many rows, each GPU may have only its own rows of the sum itself, where only later sums add it. All sums of a
+program divide few rows from many by the same number, so a sum that adds such rows owns the same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
 
-from qcompile.codegen.calls import AllGather, AllReduce
 from qcompile.codegen.gpu import fused
-from qcompile.codegen.gpu.context import PlanContext
-from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
-from qcompile.codegen.gpu.launches import MOST_ROWS, Launch, Variant
-from qcompile.codegen.gpu.operands import CountRef, Grid, GridSize, InputRef, Operands, PeerRef, RankRef
-from qcompile.codegen.gpu.peer_memory import (
-    CHUNK,
-    MEDIUM_ITEMS,
-    MOST_PROGRAMS,
-    SMALL_BLOCK,
-    SMALL_PROGRAMS,
-    STATE,
-    STATE_BYTES,
-    PeerLayout,
+from qcompile.codegen.gpu.context import PlanContext, weight_refs
+from qcompile.codegen.gpu.exchange import (
+    RowArray,
+    RowExchange,
+    exchange_facts,
+    peer_arguments,
+    peer_operands,
+    places,
 )
+from qcompile.codegen.gpu.exchanges import Sum, added_to, peer_layout, result_of, sent_arrays
+from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
+from qcompile.codegen.gpu.launches import Launch, Variant
+from qcompile.codegen.gpu.operands import CountRef, GridSize
+from qcompile.codegen.gpu.peer_memory import PeerLayout
+from qcompile.codegen.gpu.row_launches import norm_fields, written_to
+from qcompile.codegen.gpu.rows import RowSpec
 from qcompile.targets import has_pdl
 
-Way = Literal["small", "medium", "large"]
-_BLOCK: dict[Way, int] = {"small": SMALL_BLOCK, "medium": 1024, "large": CHUNK}
-"""Elements that a program handles at a time."""
-RESIDENT = 2
-"""Programs a multiprocessor of kernels that exchange in one step: all run at once, since they wait for each other."""
-_GLANCES, _PATIENCE = 1 << 8, 1 << 16
-"""Looks at memory that another GPU writes to, between two looks at this GPU's word and at the host's, which say whether
-a GPU has failed; powers of two. The host's word is read seldom (in about 20 ms), since reads by every warp of memory
-beyond PCIe take longer than a whole sum. Who finds it set sets the GPU's, so that all later sums end at once."""
+_POINTERS = {"f32": "*fp32", "bf16": "*bf16", "q8": "*i8"}
 
 
-def peer_arguments(ranks: int) -> list[Argument]:
-    """The arguments of a kernel that exchanges with other GPUs, behind its others."""
-    state = [Argument("state", "*i32"), Argument("failed", "*i32"), Argument("rank", "i32")]
-    return state + [Argument(name, "*i64") for name in ("own", *(f"peer{rank}" for rank in range(ranks)))]
-
-
-def peer_operands(ranks: int) -> Operands:
-    """What a launch passes for `peer_arguments`."""
-    args: Operands = {"state": InputRef("sums"), "failed": InputRef("failed"), "rank": RankRef(), "own": PeerRef()}
-    return args | {f"peer{rank}": PeerRef(rank) for rank in range(ranks)}
-
-
-def exchange_facts(layout: PeerLayout, capability: int, asm: bool) -> dict[str, Any]:
-    """Values for templates of kernels that exchange. Without `asm` kernels do not wait, for Triton's interpreter."""
-    return {
-        "layout": layout,
-        "first_counter": STATE,
-        "most_programs": MOST_PROGRAMS,
-        "patience": _PATIENCE,
-        "glances": _GLANCES,
-        "asm": asm,
-        "pdl": has_pdl(capability),
-    }
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 8)
 
 
 @dataclass(frozen=True)
-class SumSpec:
-    """out[row] = other[row] + the sum over `ranks` of x[row], rows of `width` f32; strides are in elements.
-
-    Without `other_stride` there is no `other`. `way`: see above. `layout` is that of peer memory.
-    """
+class SendSpec:
+    """Sends each row of x, f32 [rows, width], to the row's owner. `x_stride` is in elements."""
 
     width: int
     x_stride: int
-    out_stride: int
     layout: PeerLayout
-    way: Way = "small"
-    other_stride: int = 0
 
     @property
-    def ranks(self) -> int:
-        """Number of GPUs."""
-        return self.layout.ranks
-
-    @property
-    def programs(self) -> int:
-        """Programs per row of a small sum."""
-        return -(-self.width // SMALL_BLOCK)
+    def block(self) -> int:
+        """Elements that a program handles."""
+        return 1 << (self.width - 1).bit_length()
 
     def kernel(self, capability: int, asm: bool = True) -> Kernel:
-        """The kernel for a compute capability. Without `asm` it does not wait, for Triton's interpreter: run those of
-        all ranks three times for a large sum and else two times, with the same number of the sum."""
-        arguments = [Argument("x", "*fp32"), Argument("out", "*fp32")]
-        arguments += [Argument("other", "*fp32")] * bool(self.other_stride)
-        arguments += [Argument("tokens", "i32")] * (self.way != "small")
-        arguments += peer_arguments(self.ranks)
-        name = f"sum_{self.way}_{self.ranks}"
-        source = render_template(
-            "all_reduce.py.jinja",
-            spec=self,
-            name=name,
-            arguments=arguments,
-            small_items=SMALL_BLOCK * SMALL_PROGRAMS,
-            block=_BLOCK[self.way],
-            parts=[f"part{rank}" for rank in range(self.ranks)],
-            **exchange_facts(self.layout, capability, asm),
-        )
-        return Kernel(name, source, tuple(arguments), 8, 1, has_pdl(capability))
+        """The kernel for a compute capability. Without `asm` it is for Triton's interpreter."""
+        name = f"send_rows_{self.layout.ranks}"
+        arguments = [Argument("x", "*fp32"), *peer_arguments(self.layout.ranks)]
+        facts = exchange_facts(self.layout, capability, asm)
+        source = render_template("send_rows.py.jinja", spec=self, name=name, arguments=arguments, **facts)
+        return Kernel(name, source, tuple(arguments), _warps(self.block), 1, has_pdl(capability))
 
 
-def all_reduce(context: PlanContext, c: AllReduce | fused.SumAdd) -> Iterator[Launch]:
-    """The launch of a sum over ranks, in the way that suits the number of rows."""
-    x, out = context.buffer(c.x), context.buffer(c.out)
-    args: Operands = {"x": context.ref(c.x), "out": context.ref(c.out), "tokens": CountRef(out.rows)}
-    other_stride = 0
-    if isinstance(c, fused.SumAdd):
-        args["other"], other_stride = context.ref(c.other), context.buffer(c.other).stride
-    args |= peer_operands(c.ranks)
-    layout = peer_layout(context, c.ranks)
+@dataclass(frozen=True)
+class CollectSpec:
+    """Stores what the owners of the other rows have sent: `arrays`, of these types of elements."""
 
-    def variant(way: Way, grid: Grid, most: int = 0) -> Variant:
-        spec = SumSpec(out.width, x.stride, out.stride, layout, way, other_stride)
-        return Variant(spec.kernel(context.capability, context.inline_asm), grid, args, most)
+    arrays: tuple[RowArray, ...]
+    types: tuple[str, ...]
+    layout: PeerLayout
 
-    programs = -(-out.width // SMALL_BLOCK)
-    multiprocessors = context.target.multiprocessors
-    variants = []
-    if few := SMALL_PROGRAMS // programs:
-        variants.append(variant("small", (GridSize(out.rows), programs, 1), few))
-    if c.ranks == 2 or (some := MEDIUM_ITEMS // out.width) > few:
-        variants.append(variant("medium", (RESIDENT * multiprocessors, 1, 1), 0 if c.ranks == 2 else some))
-    if c.ranks > 2:
-        variants.append(variant("large", (multiprocessors, 1, 1)))
-    yield Launch(c.name, out.rows, tuple(variants))
+    def kernel(self, capability: int, asm: bool = True) -> Kernel:
+        """The kernel for a compute capability. Without `asm` it does not wait, for Triton's interpreter."""
+        name = f"collect_rows_{self.layout.ranks}"
+        arguments = [Argument(array.name, of) for array, of in zip(self.arrays, self.types, strict=True)]
+        arguments += peer_arguments(self.layout.ranks)
+        facts = exchange_facts(self.layout, capability, asm) | {"array_places": places(self.arrays)}
+        source = render_template("collect_rows.py.jinja", name=name, arguments=arguments, **facts)
+        warps = _warps(max(array.block for array in self.arrays))
+        return Kernel(name, source, tuple(arguments), warps, 1, has_pdl(capability))
 
 
-def peer_layout(context: PlanContext, ranks: int) -> PeerLayout:
-    """The layout of the peer memory of the program's exchanges among `ranks` GPUs."""
-    gathered = [call.width for call in context.program.calls if isinstance(call, AllGather)]
-    return PeerLayout(ranks, MOST_ROWS * widest_sum(context), max(gathered, default=0))
+# ---- launches --------------------------------------------------------------------------------------
 
 
-def widest_sum(context: PlanContext) -> int:
-    """Elements of a row of the widest sum of the program; 0 if it has none."""
-    sums = [call for call in context.program.calls if isinstance(call, AllReduce | fused.SumAdd)]
-    return max((context.buffer(call.out).width for call in sums), default=0)
+def all_reduce(context: PlanContext, c: Sum) -> Iterator[Launch]:
+    """The launches of a sum over ranks, and of the norm that follows it, by the number of rows."""
+    layout, x, out = peer_layout(context), context.buffer(c.x), context.buffer(result_of(c))
+    width, asm = x.width, context.inline_asm
+    spec, args = RowSpec(width, x.stride, 0), {"x": context.ref(c.x), "tokens": CountRef(out.rows)}
+    args |= {"out": context.ref(out.name)} | peer_operands(layout.ranks)
+    if out.dtype == "q8":
+        args |= {"out_scale": context.ref(out.name, "scale"), "out_sum": context.ref(out.name, "sums")}
+    other, total = added_to(c), None
+    if isinstance(c, fused.SumNorm):
+        spec = RowSpec(width, x.stride, 0, **norm_fields(c.norm))
+        args |= weight_refs(weight=c.norm.weight, bias=c.norm.bias)
+        total = context.buffer(c.total)
+        args["total"] = context.ref(total.name)
+    if other is not None:
+        args["added"] = context.ref(other)
+    spec = written_to(context, out.name, spec)
+    added = context.buffer(other).stride if other is not None else 0
+    owned = RowExchange(layout, "owned", added, total.stride if total else 0, sent_arrays(context, c), asm)
+    few, rows = layout.few_rows, GridSize(out.rows)
+
+    def of_many(name: str, kernel: Kernel) -> Launch:
+        nothing = Variant(None, (1, 1, 1), {}, few)
+        return Launch(f"{c.name}.{name}", out.rows, (nothing, Variant(kernel, (rows, 1, 1), args)))
+
+    yield of_many("send", SendSpec(width, x.stride, layout).kernel(context.capability, asm))
+    packed = _packed(context, c, layout, RowExchange(layout, "packed", added, asm=asm))
+    kernel = spec.kernel(context.capability, owned)
+    many = Variant(kernel, (GridSize(out.rows, divisor=layout.ranks), 1, 1), args)
+    yield Launch(c.name, out.rows, (replace(packed, args=args | packed.args), many))
+    if isinstance(c, fused.SumNorm):
+        kernel = replace(spec, x_stride=context.buffer(c.total).stride).kernel(context.capability)
+        stored = args | {"x": context.ref(c.total)}
+        yield Launch(f"{c.name}.norm", out.rows, (Variant(kernel, (rows, 1, 1), stored, few),))
+    types = {"out": _POINTERS[out.dtype], "out_scale": "*fp32", "out_sum": "*i32", "total": "*fp32"}
+    collect = CollectSpec(owned.arrays, tuple(types[array.name] for array in owned.arrays), layout)
+    yield of_many("collect", collect.kernel(context.capability, asm))
 
 
-def sums_of(context: PlanContext) -> dict[str, int]:
-    """What the runtime has to know of exchanges among GPUs, as in a launch plan; empty if there are none."""
-    calls = [call for call in context.program.calls if isinstance(call, AllReduce | fused.SumAdd | AllGather)]
-    if not calls:
-        return {}
-    layout = peer_layout(context, calls[0].ranks)
-    result = {"ranks": layout.ranks, "width": widest_sum(context), "chunk": CHUNK, "data": layout.data}
-    return result | {"state": STATE_BYTES} | ({"logits": layout.logits} if layout.vocab else {})
+def _packed(context: PlanContext, c: Sum, layout: PeerLayout, exchange: RowExchange) -> Variant:
+    """The variant of a sum of few rows, which stores the sum itself."""
+    x, out = context.buffer(c.x), context.buffer(c.total if isinstance(c, fused.SumNorm) else c.out)
+    part = layout.spread or x.width
+    spec = RowSpec(part, x.stride, out.stride, blocks=x.width // part)
+    grid = (GridSize(out.rows), spec.blocks, 1)
+    return Variant(spec.kernel(context.capability, exchange), grid, {"out": context.ref(out.name)}, layout.few_rows)

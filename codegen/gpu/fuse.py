@@ -20,6 +20,7 @@ from qcompile.codegen.calls import (
     Elementwise,
     Gemm,
     Hadamard,
+    Norm,
     NormHeads,
     QuantizeRows,
     RopeAppend,
@@ -265,6 +266,29 @@ def _addend(reads: Reads, combine: Combine | AllReduce, after: Call | None) -> s
     return other if reads.alone(after, combine.out) and fits else None
 
 
+def norm_in_sums(program: Program) -> Program:
+    """The kernel of a sum over ranks also computes the norm that reads the sum next."""
+    reads, calls = Reads(program), list[Call]()
+    norm: Call | None = None
+    for call, after in _with_next(program):
+        if call is norm:
+            continue
+        sums = isinstance(call, AllReduce | fused.SumAdd)
+        if sums and isinstance(after, Norm) and _normalizes(program, reads, call, after):
+            assert isinstance(call, AllReduce | fused.SumAdd)
+            call, norm = fused.SumNorm(call.name, call, after), after
+        calls.append(call)
+    return replace(program, calls=tuple(calls))
+
+
+def _normalizes(program: Program, reads: Reads, call: Call, norm: Norm) -> bool:
+    """Whether `norm` is one of the whole rows of the sum `call`, and its result overlaps in memory nothing that other
+    programs have yet to read."""
+    total = call.writes[0]
+    whole = norm.x == total and not norm.x_offset and program.buffer(norm.out).width == program.buffer(total).width
+    return whole and reads.disjoint([norm.out], [*call.reads, total] if total not in call.reads else call.reads)
+
+
 def activate_convolutions(program: Program) -> Program:
     """A convolution applies the activation that follows it, if nothing else reads the values before the activation."""
     reads, calls = Reads(program), list[Call]()
@@ -333,4 +357,5 @@ RULES: tuple[Callable[[Program], Program], ...] = (
     activate_convolutions,
     chain_routes,
     prepare_slots,
+    norm_in_sums,
 )

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qcompile.codegen.calls import Attention, Call, ExpertGemm, Gemm, Norm, NormHeads, QuantizeRows, RopeAppend, Route
+from qcompile.codegen.calls import (
+    AllReduce,
+    Attention,
+    Call,
+    ExpertGemm,
+    Gemm,
+    Norm,
+    NormHeads,
+    QuantizeRows,
+    RopeAppend,
+    Route,
+)
 from qcompile.codegen.state_calls import ConvStep
 
 
@@ -108,6 +119,36 @@ class SumAdd(Call):
     out: str
     other: str
     ranks: int
+
+
+@dataclass(frozen=True)
+class SumNorm(FusedCall):
+    """A sum over ranks, and the norm of its rows, which is the next to read it."""
+
+    kernel: ClassVar[str] = "sum_norm"
+    part_fields: ClassVar[tuple[str, ...]] = ("sum", "norm")
+    sum: AllReduce | SumAdd
+    norm: Norm
+
+    @property
+    def x(self) -> str:
+        """The buffer of which ranks have parts."""
+        return self.sum.x
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.sum.ranks
+
+    @property
+    def total(self) -> str:
+        """The buffer of the sum itself."""
+        return self.sum.out
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the buffers that the sum reads."""
+        return self.sum.reads
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,9 @@ class LaunchPlan:
     the launch before and those after verification in a speculation round, `lookup` the n-gram drafts of a round, and
     `drafting` what follows the first and each later step of a draft head. `features` is the width of the features that
     the model returns to a head.
-    `slot_bytes`: of a sequence's recurrent states, if there are any. `sums`: of a divided model, its ranks, elements of
-    the widest sum's row, elements of a chunk, where chunks and gathered logits begin in peer memory, and bytes of the
-    state of exchanges (codegen/gpu/peer_memory.py). `hidden`: where final hidden states are (codegen/gpu/hidden.py).
+    `slot_bytes`: of a sequence's recurrent states, if there are any. `sums`: of a divided model, its ranks, where
+    groups of rows and gathered logits begin in peer memory, bytes of such a group, and of the state of exchanges
+    (codegen/gpu/peer_memory.py). `hidden`: where final hidden states are (codegen/gpu/hidden.py).
     """
 
     target: Target

@@ -1,71 +1,93 @@
 """The memory of each GPU of a divided model to which the others write (peer memory), and the state of exchanges.
 
-    small     int64 [2][ranks][SMALL_ITEMS]: a part's float32 bits, below the number of the sum in the upper half
-    arrived   int32 [ranks][most chunks]: the last sum in two steps to which rank r has sent its part of an owned chunk
-    summed    int32 [most chunks]: the last sum in two steps of which `data` has the total of the chunk
+    packed    int64 [2][ranks][few_rows][width]: a part's float32 bits, below the number of the sum in the upper half
+    arrived   int32 [MOST_ROWS]: at slot * ranks + r, the last sum of an owned row to which rank r has sent its part
+    done      int32 [MOST_ROWS]: the last sum of a row of which its owner has sent the results
     passed    int32 [2][ranks][MOST_PROGRAMS]: the last exchange in which a program of rank r has sent all that it sends
     logits    float32 [MOST_OUTPUTS][vocabulary], where ranks gather them
-    sent      float32 [chunks][2][ranks - 1][CHUNK]: parts of the others in sums in one exchange
-    data      float32 [groups][2][ranks][CHUNK]: of `ranks` chunks, the parts of the owned one, and all totals
+    data      [groups of `ranks` rows]: float32 [ranks][width], the parts of the owned row; then `result_bytes` for each
+              row of the group, what the row's owner has made of the sum
 
-Two GPUs have no sums in two steps: `sent` is at the end then, and there is no `data`.
+Row n is owned by rank n modulo `ranks`, and its slot is n // ranks. `data` has as many groups as the largest step has.
 
-A program of a kernel that exchanges in one step waits only for the programs of its number on the other GPUs, and
-counts its exchanges. Each of its exchanges waits for all GPUs, and begins when the one before has ended. So when it has
-ended exchange e, the others' programs of its number have ended e - 1, and it may write where they had parts of e - 1:
-two places, and two flags, are enough. Logits have one place, since sums are between two gatherings.
+A program counts its exchanges in sums of few rows and in gatherings, and a row its sums of many rows. In a sum of few
+rows, and in a gathering, a program waits for the programs of its number on all GPUs: when it has ended exchange
+e, those have ended e - 1, and it may write where they had parts of e - 1. So two places, and two flags, are enough.
+Logits have one place, since sums are between two gatherings. In a sum of many rows, a GPU sends its next parts when it
+has collected all results of the sum before; so the owners have read its parts, and one place is enough for them. An
+owner sends results when all have sent their parts of the same row, so all have collected the results before.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcompile.codegen.gpu.launches import MOST_OUTPUTS
+from qcompile.codegen.gpu.launches import MOST_OUTPUTS, MOST_ROWS
 
-SMALL_BLOCK, SMALL_PROGRAMS = 256, 256
-"""Elements of a program of a small sum, and most programs of one."""
-CHUNK = 4096
-"""Elements that one program of a larger sum in two steps handles at a time, and unit in which memory is divided."""
+FEW_ITEMS, FEW_ROWS = 1 << 17, 32
+"""Most numbers that a GPU sends in a sum of few rows, and most rows of one, which all GPUs sum: twice the bytes of
+parts, but one step. Beyond, owners sum their rows (docs/gpu_kernels.md)."""
 MOST_PROGRAMS = 512
-"""Most programs of a kernel that exchanges in one step."""
-MEDIUM_ITEMS = 1 << 18
-"""Most elements of a sum in one exchange among more than two GPUs, for which larger ones in two steps send less."""
+"""Most programs of a kernel that gathers logits."""
 STATE = 4
-"""Words before the counters of programs in the memory `sums`: the number of sums in two steps, how many programs of
-such a sum have ended, and whether a GPU has failed."""
-STATE_BYTES = 4 * (STATE + MOST_PROGRAMS)
+"""Words before the counters in the memory `sums`; the first says whether a GPU has failed."""
+GATHERED = STATE
+"""Where the counters of programs of gatherings begin in that memory, in words."""
+OWNED = GATHERED + MOST_PROGRAMS
+"""Where the counters of rows in sums of many rows begin."""
+PACKED = OWNED + MOST_ROWS
+"""Where the counters of programs in sums of few rows begin."""
 
 
 @dataclass(frozen=True)
 class PeerLayout:
-    """Where the parts of a GPU's peer memory begin, in bytes, if no sum has more than `items` elements.
+    """Where the parts of a GPU's peer memory begin, in bytes, if no sum has rows of more than `width` elements.
 
-    `vocab`: logits of a row that ranks gather; 0 if they do not.
+    `result_bytes`: the most that an owner sends of a row, a multiple of 16. `vocab`: logits of a row that ranks gather;
+    0 if they do not. `spread`: elements of a program in all sums of few rows, of which their widths are multiples; 0 if
+    a program has a row.
     """
 
     ranks: int
-    items: int
+    width: int
+    result_bytes: int = 0
     vocab: int = 0
+    spread: int = 0
 
     @property
-    def chunks(self) -> int:
-        """Most chunks of a sum, a multiple of the ranks."""
-        return -(-self.items // (CHUNK * self.ranks)) * self.ranks
+    def few_rows(self) -> int:
+        """Most rows that all GPUs sum in one step."""
+        return max(1, min(FEW_ROWS, FEW_ITEMS // (max(self.width, 1) * (self.ranks - 1))))
+
+    @property
+    def row_programs(self) -> int:
+        """Programs of the widest row in sums of few rows."""
+        return self.width // self.spread if self.spread else 1
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the memory of counters."""
+        return 4 * (PACKED + self.few_rows * self.row_programs)
+
+    @property
+    def packed_items(self) -> int:
+        """Elements of one rank in one of the two places of `packed`."""
+        return self.few_rows * self.width
 
     @property
     def arrived(self) -> int:
         """Where `arrived` begins."""
-        return 2 * self.ranks * SMALL_BLOCK * SMALL_PROGRAMS * 8
+        return 16 * self.ranks * self.packed_items
 
     @property
-    def summed(self) -> int:
-        """Where `summed` begins."""
-        return self.arrived + 4 * self.ranks * self.chunks
+    def done(self) -> int:
+        """Where `done` begins; `arrived` has room for whole groups."""
+        return self.arrived + 4 * (MOST_ROWS + self.ranks)
 
     @property
     def passed(self) -> int:
         """Where `passed` begins."""
-        return self.summed + 4 * self.chunks
+        return self.done + 4 * MOST_ROWS
 
     @property
     def logits(self) -> int:
@@ -73,14 +95,23 @@ class PeerLayout:
         return _aligned(self.passed + 8 * self.ranks * MOST_PROGRAMS)
 
     @property
-    def sent(self) -> int:
-        """Where `sent` begins."""
+    def data(self) -> int:
+        """Where `data` begins."""
         return _aligned(self.logits + 4 * MOST_OUTPUTS * self.vocab)
 
     @property
-    def data(self) -> int:
-        """Where `data` begins; of two GPUs, which have no `data`, where `sent` begins."""
-        return self.sent + (8 * (self.ranks - 1) * MEDIUM_ITEMS if self.ranks > 2 else 0)
+    def part_bytes(self) -> int:
+        """Bytes of a part of a row, a multiple of 16."""
+        return -(-4 * self.width // 16) * 16
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group of rows in `data`."""
+        return self.ranks * (self.part_bytes + self.result_bytes)
+
+    def size(self, rows: int) -> int:
+        """Bytes of the memory for steps of up to `rows` rows."""
+        return self.data + -(-rows // self.ranks) * self.group_bytes
 
 
 def _aligned(place: int) -> int:

@@ -45,9 +45,9 @@ from qcompile.codegen.gpu import (
     row_launches,
     state_launches,
 )
-from qcompile.codegen.gpu.all_reduce import sums_of
 from qcompile.codegen.gpu.attention_splits import MIN_LEAF_POSITIONS
 from qcompile.codegen.gpu.context import PlanContext
+from qcompile.codegen.gpu.exchanges import sums_of
 from qcompile.codegen.gpu.fuse import fuse
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
@@ -166,6 +166,7 @@ _LAUNCHES: Mapping[type[Call], Callable[[PlanContext, Any], Iterator[Launch]]] =
     fused.NormedAppend: attention_launches.append,
     fused.CombineAdd: router_launches.combine,
     fused.SumAdd: all_reduce.all_reduce,
+    fused.SumNorm: all_reduce.all_reduce,
     fused.ActivatedConv: state_launches.conv_step,
     fused.RouteChain: router_launches.route_chain,
     fused.QuantizeSlots: expert_launches.quantize_slots,

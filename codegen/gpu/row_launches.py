@@ -60,7 +60,7 @@ def written_to(context: PlanContext, out: str, base: RowSpec) -> RowSpec:
     if b.dtype != "q8":
         return replace(base, out=b.dtype, out_stride=b.stride)
     # GEMMs with one scale per row subtract zero points at the end by this sum; those with groups do not need it.
-    kind, sums = b.kind, b.groups == 1 and not b.kind.group
+    kind, sums = b.kind, b.whole_sum
     more: dict[str, Any] = {"top": kind.top, "group": kind.group, "last_top": kind.last_top, "reach": kind.reach}
     more["row_scales"] = b.scales if b.scales != groups_of(b.width, kind.group) else 0
     return replace(base, out="q8", out_stride=b.stride, sums=sums, **more)

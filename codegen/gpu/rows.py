@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.errors import UnsupportedError
@@ -21,6 +21,28 @@ MIN_BLOCK = 32
 PDL_EARLY_ROWS = 8
 """Most rows for which a row kernel triggers the next kernel's launch before it waits for the previous one (PDL)."""
 _TYPES = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "q8": "*i8", "i8": "*i8"}
+
+
+class RowSource(Protocol):
+    """How a row kernel gets its rows, if not from memory of its GPU alone (codegen/gpu/exchange.py)."""
+
+    @property
+    def way(self) -> str:
+        """What tells its kernels apart."""
+        ...
+
+    @property
+    def arguments(self) -> list[Argument]:
+        """The arguments of the row kernel behind its own."""
+        ...
+
+    def facts(self, capability: int, block: int) -> dict[str, Any]:
+        """Values for the template."""
+        ...
+
+    def warps(self, block: int) -> int:
+        """Warps of a program with `block` elements; 0: as many as without it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -120,9 +142,36 @@ class RowSpec:
         """Scales per row."""
         return groups_of(self.width, self.group)
 
-    def kernel(self, capability: int) -> Kernel:
-        """The kernel for a compute capability."""
+    def kernel(self, capability: int, exchange: RowSource | None = None) -> Kernel:
+        """The kernel for a compute capability. With an `exchange`, rows are sums over GPUs."""
         block = max(1 << (self.width - 1).bit_length(), self.group)
+        arguments = self._arguments() + (exchange.arguments if exchange else [])
+        summed = ("sum", exchange.way) if exchange else ()
+        name = "_".join(
+            ("rows", *summed, *(p for p in (self.gated, self.unary, self.binary, self.norm) if p), self.out)
+        )
+        pdl = has_pdl(capability)
+        shared = exchange.facts(capability, block) if exchange else {"pdl": pdl}
+        source = render_template(
+            "rows.py.jinja",
+            spec=self,
+            exchange=exchange,
+            name=name,
+            arguments=arguments,
+            block=block,
+            amax_block=1 << (self.amax_parts - 1).bit_length() if self.amax_parts else 0,
+            pdl_early_rows=PDL_EARLY_ROWS,
+            gate_block=GATE_BLOCK,
+            packing=GPU_BYTES,
+            block_rows=BLOCK_ROWS,
+            **shared,
+        )
+        warps = min(max(block // 512, 8 if self.amax_parts else 1), 16)
+        warps = (exchange and exchange.warps(block)) or warps
+        return Kernel(name, source, tuple(arguments), warps, 1, pdl)
+
+    def _arguments(self) -> list[Argument]:
+        """The kernel's arguments but those of an exchange."""
         arguments = [Argument("x", _TYPES[self.x]), Argument("out", _TYPES[self.out])]
         arguments += [Argument("index", "*i32")] * self.indexed
         arguments += [Argument("row_scale", "*fp32")] * (self.x == "i8")
@@ -133,23 +182,7 @@ class RowSpec:
         arguments += [Argument("plain", "*fp32")] * bool(self.plain_stride)
         if self.out == "q8":
             arguments += [Argument("out_scale", "*fp32")] + [Argument("out_sum", "*i32")] * self.sums
-        name = "_".join(("rows", *(p for p in (self.gated, self.unary, self.binary, self.norm) if p), self.out))
-        pdl = has_pdl(capability)
-        source = render_template(
-            "rows.py.jinja",
-            spec=self,
-            name=name,
-            arguments=arguments,
-            block=block,
-            amax_block=1 << (self.amax_parts - 1).bit_length() if self.amax_parts else 0,
-            pdl=pdl,
-            pdl_early_rows=PDL_EARLY_ROWS,
-            gate_block=GATE_BLOCK,
-            packing=GPU_BYTES,
-            block_rows=BLOCK_ROWS,
-        )
-        warps = min(max(block // 512, 8 if self.amax_parts else 1), 16)
-        return Kernel(name, source, tuple(arguments), warps, 1, pdl)
+        return arguments
 
 
 def in_blocks(width: int, most: int = 0) -> dict[str, Any]:

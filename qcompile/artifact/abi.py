@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 CPU_ABI = 12
 """Version of the C interface of a CPU target's library (codegen/cpu/templates/abi.h, runtime/cpu/executor.py)."""
-GPU_ABI = 27
+GPU_ABI = 28
 """Version of the launch plans of a GPU target (codegen/gpu/launches.py, runtime/cuda/executor.py)."""
 
 

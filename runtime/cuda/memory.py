@@ -235,8 +235,8 @@ def _aligned(rows: int, to: int = _ROW_ALIGNMENT) -> int:
 
 def peer_bytes(sums: Mapping[str, int], rows: int) -> int:
     """Bytes of peer memory for steps of `rows` rows; `sums` is part of a launch plan."""
-    groups = -(-_aligned(rows) * sums["width"] // (sums["chunk"] * sums["ranks"]))
-    return _aligned(sums["data"] + 8 * groups * sums["ranks"] * sums["chunk"], _HANDLED)
+    groups = -(-_aligned(rows) // sums["ranks"])
+    return _aligned(sums["data"] + groups * sums["group"], _HANDLED)
 
 
 def activation_bytes(plan: Mapping[str, Any], limits: Limits) -> int:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from qcompile.codegen.gpu.kernel import Kernel
-from qcompile.codegen.gpu.peer_memory import CHUNK, MOST_PROGRAMS, STATE, PeerLayout
+from qcompile.codegen.gpu.peer_memory import PACKED, PeerLayout
 
 _PATIENCE = 40.0
 """Seconds after which processes wait for each other forever."""
+_COUNTERS = PACKED + 1024
+"""Counters of a rank, more than tests have programs."""
 
 
 def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -24,18 +26,17 @@ def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(1, prod(shape)) * dtype.itemsize), dtype=dtype)[: prod(shape)].view(shape)
 
 
-def peer_memory(layout: PeerLayout) -> list[Tensor]:
-    """The peer memory of all ranks."""
-    size = layout.data + 8 * layout.chunks * CHUNK
-    return [shared(size // 8, dtype=torch.int64) for _ in range(layout.ranks)]
+def peer_memory(layout: PeerLayout, rows: int) -> list[Tensor]:
+    """The peer memory of all ranks, for steps of up to `rows` rows."""
+    return [shared(-(-layout.size(rows) // 8), dtype=torch.int64) for _ in range(layout.ranks)]
 
 
 class Exchanging:
     """A rank in a process of its own, as `together` makes them."""
 
-    def __init__(self, rank: int, memory: list[Tensor]) -> None:
+    def __init__(self, rank: int, memory: list[Tensor], counters: int) -> None:
         self.rank, self._memory = rank, memory
-        self.state = torch.zeros(STATE + MOST_PROGRAMS, dtype=torch.int32)
+        self.state = torch.zeros(counters, dtype=torch.int32)
         self._pauses = random.Random(rank)
 
     def run(self, kernel: Kernel, grid: tuple[int, int, int], *given: Tensor | int) -> None:
@@ -55,7 +56,8 @@ def together(memory: list[Tensor], work: Callable[[Exchanging], None]) -> None:
     # The interpreter would copy all that a kernel was given back to where it lies, over what others have written.
     interpreter.GridExecutor._restore_args_dev = lambda *_: None
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=work, args=(Exchanging(rank, memory),)) for rank in range(len(memory))]
+    every = [Exchanging(rank, memory, _COUNTERS) for rank in range(len(memory))]
+    ranks = [context.Process(target=work, args=(each,)) for each in every]
     for each in ranks:
         each.start()
     end = time.monotonic() + _PATIENCE

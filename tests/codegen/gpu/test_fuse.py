@@ -236,6 +236,28 @@ def test_a_sum_over_ranks_stays_where_its_result_is_wanted_or_would_overlap() ->
     assert names(fuse.add_in_sums(replace(result, buffers=tuple(shifted)))) == ["all_reduce", "elementwise"]
 
 
+def test_a_sum_over_ranks_is_one_call_with_its_norm() -> None:
+    norm = Norm("norm", "rms", "next", "codes", 1e-5)
+    before = fuse.add_in_sums(program(SUM, ADD, norm, codes="q8"))
+    want = fused.SumNorm("sum_over_ranks", before.calls[0], norm)
+    assert fuse.norm_in_sums(before).calls == (want,)
+    assert want.reads == ("part", "stream") and want.writes == ("next", "codes") and want.total == "next"
+    alone = replace(norm, x=SUM.out)
+    assert fuse.norm_in_sums(program(SUM, alone)).calls == (fused.SumNorm("sum_over_ranks", SUM, alone),)
+
+
+def test_a_norm_of_a_sum_stays_where_it_is_another_call_s_or_would_overlap() -> None:
+    norm = Norm("norm", "rms", SUM.out, "codes", 1e-5)
+    between = TakeRows("take", "other", "rows")
+    for calls in ((SUM, replace(norm, x_offset=8)), (SUM, replace(norm, x="other")), (SUM, between, norm)):
+        assert fuse.norm_in_sums(program(*calls)).calls == calls
+    result = program(SUM, norm)
+    offsets = {buffer.name: buffer.offset for buffer in result.buffers}
+    for name in (SUM.x, SUM.out):  # another program may have yet to read that row
+        placed = [replace(b, offset=offsets[name] + 8) if b.name == "codes" else b for b in result.buffers]
+        assert names(fuse.norm_in_sums(replace(result, buffers=tuple(placed)))) == ["all_reduce", "norm"]
+
+
 def test_steps_of_a_router_are_one_call() -> None:
     chain = fuse.chain_routes(program(SOFTMAX, TOP_K, PICK, *READERS)).calls[0]
     assert chain == fused.RouteChain("softmax", (SOFTMAX, TOP_K, PICK), (False, True, True))
