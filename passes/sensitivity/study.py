@@ -209,16 +209,21 @@ def _spread(mixes: Sequence[Mix]) -> list[Mix]:
 
 
 def recipe_for(study: Study, name: str) -> Resolved:
-    """The recipe of the chosen mix: that of the subject, with a rule for each unit that it would round otherwise."""
+    """The recipe of the chosen mix."""
     assert study.chosen is not None
-    recipe, loss = study.subject.recipe, study.chosen.loss
-    usual = recipe.settings(get_target(study.subject.target).kind)["assign_precision"] | {
+    divergence = f"divergence {study.chosen.loss.kl:.5f}"
+    return mixed_recipe(study.subject.recipe, study.subject.target, study.chosen.mix, divergence, name)
+
+
+def mixed_recipe(recipe: Resolved, target: str, mix: Mix, loss: str, name: str) -> Resolved:
+    """`recipe` with a rule for each unit that it would round otherwise than `mix`. loss: what it loses, as text."""
+    usual = recipe.settings(get_target(target).kind)["assign_precision"] | {
         option.rpartition(".")[2]: text
         for option, text in recipe.options
         if option.rpartition(".")[0] in ("", AssignPrecision.name)
     }
     rules: dict[str, Rule] = {}
-    for unit, pair in study.chosen.mix.items():
+    for unit, pair in mix.items():
         head = "head" in unit.roles
         weight, activation = (usual["head" if head else "weight"], usual["head_activation" if head else "activation"])
         if (weight, activation) == (pair.weight, pair.activation):
@@ -229,6 +234,6 @@ def recipe_for(study: Study, name: str) -> Resolved:
         names = [glob.escape(each) for each in unit.names]
         table = {"role": list(unit.roles), "layers": unit.layer, "names": names}
         rules[label] = rule_of(label, table | {"weight": pair.weight, "activation": pair.activation})
-    about = f"{bits_of_mix(study.chosen.mix):.3f} bits per weight, mixed by sensitivity (divergence {loss.kl:.5f})"
+    about = f"{bits_of_mix(mix):.3f} bits per weight, mixed by sensitivity ({loss})"
     own = f"{name}-mixed" if name in RECIPES else name
     return replace(recipe, name=own, description=about, rules=tuple(rules.values()))

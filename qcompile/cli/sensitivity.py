@@ -24,8 +24,9 @@ class StudiedText:
     """The text on which losses are measured."""
 
     data: Annotated[
-        Path, typer.Option("--data", metavar="FILE|sample", help='Text: plain, or JSON lines with a "text" field.')
-    ]
+        Path | None,
+        typer.Option("--data", metavar="FILE|sample", help='Text: plain, or JSON lines with a "text" field.'),
+    ] = None
     samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Parts of the text to measure on.")] = 4
     length: Annotated[int, typer.Option("--length", min=2, metavar="TOKENS", help="Tokens per part.")] = 256
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed that chooses the parts.")] = 0
@@ -55,8 +56,11 @@ class Studied:
 
 @dataclass(frozen=True)
 class MixedRecipe:
-    """The recipe to write."""
+    """The recipe to write, and the study that it follows from, if it was made before."""
 
+    study: Annotated[
+        Path | None, typer.Option("--study", metavar="FILE", help="Read what --json printed, and measure nothing.")
+    ] = None
     write_recipe: Annotated[
         Path | None, typer.Option("--write-recipe", metavar="FILE", help="Write the mix of --bits as a recipe (TOML).")
     ] = None
@@ -85,8 +89,13 @@ def sensitivity(
       qcompile sensitivity samples/pycode-26m --data samples/text.jsonl
       qcompile sensitivity samples/pycode-26m --data sample --bits 5 --write-recipe mixed.toml --plot losses.svg
       qcompile build samples/pycode-26m -o out/mixed --recipe mixed.toml
+      qcompile sensitivity samples/pycode-26m --data sample --json > study.json
+      qcompile sensitivity samples/pycode-26m --study study.json --bits 6 --write-recipe larger.toml
     """
     recipe = _checked(model, text, studied, result)
+    if result.study is not None:
+        _show(_read(model, recipe, studied, result), result, json)
+        return
     with console.Progress() as progress:
         directory = hub.find(model, allow_remote_code, progress=progress, **asdict(access))
     with console.Progress() as progress:
@@ -95,6 +104,7 @@ def sensitivity(
         from qcompile.passes.sensitivity import study as studies
 
         pairs = studies.formats_for(_listed(studied.formats), recipe, studied.target)
+        assert text.data is not None
         given = sample_text.FOLDER if str(text.data) == "sample" else text.data
         source = CalibrationSource(given, text.samples, text.length, text.seed)
         remote = {"allow_remote": allow_remote_code}
@@ -102,7 +112,24 @@ def sensitivity(
         measured = studies.study(subject, pairs, result.bits, progress)
     if result.write_recipe is not None:
         _write(result.write_recipe, studies.recipe_for(measured, result.write_recipe.stem))
-    facts = measured.facts()
+    _show(measured.facts(), result, json)
+
+
+def _read(model: str, recipe: Resolved, studied: Studied, result: MixedRecipe) -> Mapping[str, Any]:
+    """The study of a file, of which the recipe is written if one is asked for."""
+    from qcompile.passes.sensitivity.saved import read_study
+
+    assert result.study is not None
+    saved = read_study(result.study)
+    local = {"model": Path(model).name} if Path(model).exists() else {}  # that of the hub has the name of its snapshot
+    saved.require(**local, recipe=recipe.name, target=studied.target)
+    if result.write_recipe is not None and result.bits is not None:
+        _write(result.write_recipe, saved.recipe(recipe, result.bits, result.write_recipe.stem))
+    return saved.facts
+
+
+def _show(facts: Mapping[str, Any], result: MixedRecipe, json: bool) -> None:
+    """Draw the study, if that is asked for, and print it."""
     if result.plot is not None:
         from qcompile.cli import sensitivity_plot
 
@@ -115,6 +142,10 @@ def sensitivity(
 
 def _checked(model: str, text: StudiedText, studied: Studied, result: MixedRecipe) -> Resolved:
     """The recipe to start from. Refuses at once what is wrong with the options."""
+    if (text.data is None) == (result.study is None):
+        raise UsageError("give --data, the text to measure on, or --study, what was measured before")
+    if result.study is not None and (studied.formats or studied.layers):
+        raise UsageError("--study: --formats and --layers are those of the study")
     recipe = refusals.check_formats(studied.recipe, studied.target, None, parse_options(studied.options or []))
     refusals.check_models(model)
     if studied.layers:
@@ -128,7 +159,7 @@ def _checked(model: str, text: StudiedText, studied: Studied, result: MixedRecip
         raise UsageError(f"--write-recipe {result.write_recipe}: its name must end in .toml")
     if result.plot is not None:
         plot_files.check(result.plot)
-    if str(text.data) != "sample":
+    if text.data is not None and str(text.data) != "sample":
         texts.check(text.data)
     return recipe
 

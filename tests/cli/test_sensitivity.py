@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +42,66 @@ def test_layers_are_chosen_and_shown(tiny_checkpoint: Path, capsys: Capture) -> 
     assert lines[0].split() == ["layer", "linears", "formats", "size", "bits", "divergence", "perplexity"]
     assert [line.split()[0] for line in lines[1:9]] == ["0"] * 8 and not lines[9]
     assert lines[-1].startswith("exact: perplexity ") and lines[-1].endswith("on 1 x 32 tokens")
+
+
+def test_a_saved_study_gives_recipes_of_other_sizes(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without measuring again, the same recipe follows for the same bits, but for its description."""
+    recipes = [tmp_path / f"{name}.toml" for name in ("measured", "read", "larger")]
+    assert code_of("sensitivity", tiny_checkpoint, *FAST, "--bits", "6", "--write-recipe", recipes[0], "--json") == 0
+    saved, plot = tmp_path / "study.json", tmp_path / "again.svg"
+    saved.write_text(capsys.readouterr().out)
+    monkeypatch.setattr("qcompile.passes.sensitivity.study.study", None)
+    for bits, recipe in (("6", recipes[1]), ("8.5", recipes[2])):
+        given = ("--study", saved, "--bits", bits, "--write-recipe", recipe, "--plot", plot)
+        assert code_of("sensitivity", tiny_checkpoint, *given) == 0
+    assert "exact: perplexity" in capsys.readouterr().out and "chosen" in plot.read_text()
+    assert code_of("sensitivity", tiny_checkpoint, "--study", saved, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(saved.read_text())
+    rules = [tomllib.loads(recipe.read_text()) for recipe in recipes]
+    assert rules[0]["rules"] == rules[1]["rules"] and "sum of divergences" in rules[1]["description"]
+    assert rules[2]["rules"] != rules[1]["rules"]
+
+
+def without(name: str) -> Callable[[Any], Any]:
+    return lambda facts: {key: value for key, value in facts.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (lambda facts: [], (), "is no study that qcompile sensitivity --json wrote: "),
+        (without("units"), (), "'units' is missing"),
+        (lambda facts: facts | {"units": []}, (), "it names no model, recipe, target or linears"),
+        (lambda facts: facts | {"units": [{"names": [1]}]}, (), "'roles' is missing"),
+        (lambda facts: facts | {"mixes": [{"name": "m"}]}, (), "'bits' is missing"),
+        (lambda facts: facts | {"perplexity": "low"}, (), "'low' is no number"),
+        (lambda facts: facts | {"perplexity": float("nan")}, (), "it has NaN"),
+        (lambda facts: facts | {"model": "other"}, (), "--study: it is of model other, not of "),
+        (lambda facts: facts, ("--recipe", "w8a8"), "--study: it is of recipe w4a8, not of w8a8"),
+        (lambda facts: facts, ("--formats", "bf16"), "--formats and --layers are those of the study"),
+        (lambda facts: facts, ("--data", "sample"), "give --data, the text to measure on, or --study"),
+    ],
+)
+def test_studies_that_are_refused(
+    change: Callable[[Any], Any], options: tuple[str, ...], message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    loss = {
+        "weight": "bf16",
+        "activation": "bf16",
+        "kl": 0.1,
+        "perplexity": 9.0,
+        "bytes": 8,
+        "bits": 16,
+        "predicted_us": 1,
+    }
+    unit = {"name": "a", "layer": 0, "roles": ["up"], "names": ["a.weight"], "outputs": 2, "inputs": 2}
+    facts = {"model": "pycode-1m", "recipe": "w4a8", "target": "cpu", "samples": 1, "length": 2, "perplexity": 8.0}
+    saved = tmp_path / "study.json"
+    saved.write_text(json.dumps(change(facts | {"units": [unit | {"formats": [loss]}], "mixes": [], "chosen": None})))
+    assert code_of("sensitivity", "samples/pycode-1m", "--study", saved, *options) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
