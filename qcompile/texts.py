@@ -14,6 +14,8 @@ from qcompile.errors import UsageError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
+"""Files by which a folder of Dataset.save_to_disk is known, of one part or several."""
 PIECE = 1 << 20
 """Approximate number of characters encoded at once: a second of work."""
 
@@ -25,6 +27,8 @@ def check(path: Path) -> None:
     except OSError as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise UsageError(f"{path}: {why}") from error
+    if folder and any((path / name).is_file() for name in _SAVED_DATASET):
+        raise UsageError(f'{path} is a saved dataset: give JSON lines with a "text", as Dataset.to_json writes them')
     if folder:
         raise UsageError(f"{path} is a directory: give a file")
 

@@ -160,6 +160,12 @@ def test_a_text_may_be_a_pipe_but_no_folder(capsys: Capture, tmp_path: Path) -> 
         assert "nowhere" in refusal(capsys, 2, *command, "/dev/null")
 
 
+@pytest.mark.parametrize("name", ["dataset_info.json", "dataset_dict.json"])
+def test_a_saved_dataset_is_named_with_a_way_out(name: str, capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    assert "is a saved dataset: give JSON lines" in refusal(capsys, 2, "eval", "nowhere", "--data", tmp_path)
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     command = f"{sys.executable} -m qcompile --help | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
