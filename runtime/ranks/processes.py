@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -49,16 +50,16 @@ class RankProcess(ABC):
 
     def __init__(self, rank: int) -> None:
         self.rank, self.pid = rank, 0
-        given, to = os.pipe()
+        self._to, given = socket.socketpair()  # unlike a pipe's, its reader's end need not send SIGPIPE
         said, answers = os.pipe()
-        self._to, self._said = os.fdopen(to, "w"), os.fdopen(said)
+        self._said = os.fdopen(said)
         try:
-            self.pid = self._start(given, answers)
+            self.pid = self._start(given.fileno(), answers)
         except BaseException:
             self._close()
             raise
         finally:
-            os.close(given)
+            given.close()
             os.close(answers)
 
     @abstractmethod
@@ -85,8 +86,7 @@ class RankProcess(ABC):
     def tell(self, what: dict[str, Any]) -> None:
         """Send a line."""
         with contextlib.suppress(OSError):  # it has ended: seen where its answer is read
-            self._to.write(json.dumps(what) + "\n")
-            self._to.flush()
+            self._to.sendall(json.dumps(what).encode() + b"\n", socket.MSG_NOSIGNAL)
 
     def answer(self, seconds: float | None = None, doing: str = "while it loaded") -> dict[str, Any]:
         """The next line. Raises ResourceError with what it says if it has failed, and if none comes in `seconds`.

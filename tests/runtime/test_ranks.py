@@ -339,6 +339,17 @@ def test_the_end_of_the_first_process_ends_the_others(how: signal.Signals, artif
         assert soon(lambda: gone(pid))
 
 
+def test_a_command_whose_rank_has_ended_goes_on_to_say_so() -> None:
+    """Commands obey SIGPIPE, which writing to a process that has ended must not send them."""
+    program = (
+        "import signal; from qcompile.runtime.ranks.processes import SpawnedProcess; "
+        "signal.signal(signal.SIGPIPE, signal.SIG_DFL); rank = SpawnedProcess(1, 'cpu', []); rank.kill(); "
+        "rank.wait(9); rank.tell({}); rank.tell({}); rank.finish(1); print('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
+
+
 def test_a_rank_that_cannot_open_the_model_says_why(tmp_path: Path) -> None:
     memory = SharedMemory([1 << 16])
     settings = RankSettings(str(tmp_path), 1, 4, 1, 1, 8, 64, memory.sizes, False, "")
