@@ -31,6 +31,13 @@ GPU_MUTATIONS = (
         f"{GPU_SLOTS} -k other_ranks",
     ),
     Mutation(
+        "other processes of a CPU copy no recurrent states",
+        "runtime/cpu/rank_sleep.py",
+        'self._copy(*asked["copy"])',
+        "pass",
+        "tests/runtime/test_states.py -k two_processes",
+    ),
+    Mutation(
         "copies of recurrent states take all memory of a GPU",
         "runtime/cuda/load.py",
         "rest - room.first_pages * room.page_bytes) // _COPY_SHARE",

@@ -260,7 +260,7 @@ class Executor:
         self.state_slots = self.states.size // slot_bytes if self.states and slot_bytes else 0
         """Slots of recurrent states; 0 if the model has no states."""
         copies = states.copies if states else 0
-        self.copies = SlotCopies(self.state_slots - copies, copies, self._copy_state) if copies else None
+        self.copies = SlotCopies(self.state_slots - copies, copies, self.copy_state) if copies else None
         """The last of them, which are for copies."""
         self._allocate()  # first, so that if it fails there is nothing to close
         thread_pool = leader.library.qc_thread_pool(leader.handle) if leader else None
@@ -420,12 +420,14 @@ class Executor:
     def send_masks(self) -> None:
         """No step lacks masks: `start` has run it."""
 
-    def _copy_state(self, source: int, target: int) -> None:
-        """Copy a slot of recurrent states to another."""
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy a slot of recurrent states to another, in all processes that compute the model."""
         assert self.states
         size = self.description["slot_bytes"]
         first = self.states.address
         ctypes.memmove(first + target * size, first + source * size, size)
+        if self.ranks:
+            self.ranks.copy_state(source, target)
 
     def connect(self) -> None:
         """Let steps return features, and read those given. Raises ArtifactError if the library returns none."""

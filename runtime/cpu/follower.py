@@ -39,7 +39,8 @@ def main() -> None:
         manifest = read_same_manifest(settings.root, settings.sealed)
         artifact = load_artifact(settings.root, manifest, settings.rank)
         paths = open_rank(artifact, settings)
-        opened.append(FollowerMemory(CpuMemory(artifact, paths[0].caches), memory, settings.rank))
+        own = CpuMemory(artifact, paths[0].caches)
+        opened.append(FollowerMemory(own, memory, settings.rank, paths[0].copy_state))
         join(paths, memory, len(manifest["runtime"]["ranks"]), settings.rank)
     except QCompileError as error:
         print(json.dumps({"error": str(error)}), flush=True)

@@ -56,7 +56,7 @@ def open_cpu(
     _check_states(slot_bytes, max_batch)
     pages = _kv_pages(page_bytes, limits, max_batch, kv_cache_bytes, ranks)
     bind(artifact.library)
-    copies = _snapshots(kv, max_batch) if snapshots and ranks == 1 else 0  # other ranks would have to copy theirs
+    copies = _snapshots(kv, max_batch, ranks) if snapshots else 0
     arena, states = Arena(pages * kv["page_bytes"]), _states(kv, max_batch, copies)
     with ExitStack() as undo:
         executor = Executor(artifact.library, artifact.pointers, arena, pages, threads, limits, states=states)
@@ -104,7 +104,8 @@ def _start_ranks(artifact: LoadedArtifact, paths: Sequence[Executor], ranks: int
     limits = executor.limits
     sizes = executor.kv_pages, executor.threads, max_batch, limits.max_tokens, limits.max_position
     shared = memory.sizes, len(paths) > 1, artifact.manifest["sha256"]
-    settings = [RankSettings(root, rank, *sizes, *shared) for rank in range(1, ranks)]
+    copies = executor.copies.many if executor.copies else 0
+    settings = [RankSettings(root, rank, *sizes, *shared, copies) for rank in range(1, ranks)]
     return RankProcesses(memory, settings)
 
 
@@ -113,7 +114,7 @@ def open_rank(artifact: LoadedArtifact, settings: RankSettings) -> list[Executor
     kv = artifact.manifest["runtime"]["kv"]
     limits = _limits(artifact.manifest, settings.max_tokens)._replace(max_position=settings.max_position)
     bind(artifact.library)
-    arena, states = Arena(settings.pages * kv["page_bytes"]), _states(kv, settings.max_batch)
+    arena, states = Arena(settings.pages * kv["page_bytes"]), _states(kv, settings.max_batch, settings.copies)
     given = arena, settings.pages, settings.threads, limits
     paths = [Executor(artifact.library, artifact.pointers, *given, states=states)]
     stages = divided_stages(artifact.manifest["runtime"]) if settings.drafts else []
@@ -145,9 +146,12 @@ def _states(kv: dict[str, Any], max_batch: int, copies: int = 0) -> StateMemory 
     return StateMemory(Arena((max_batch + copies) * size), copies) if size else None
 
 
-def _snapshots(kv: dict[str, Any], max_batch: int) -> int:
-    """Number of copies of recurrent states to keep for prefix reuse: four for each request, in a quarter of memory."""
-    size = _slot_bytes(kv)
+def _snapshots(kv: dict[str, Any], max_batch: int, ranks: int) -> int:
+    """Number of copies of recurrent states to keep for prefix reuse: four for each request, in a quarter of memory.
+
+    Each of `ranks` processes keeps them all, as it computes all of the states.
+    """
+    size = ranks * _slot_bytes(kv)
     return min(4 * max_batch, available_memory() // _KV_SHARE // size) if size else 0
 
 

@@ -1,4 +1,4 @@
-"""Sleep of a model that several CPU processes compute: each gives back the memory of its own part.
+"""What several CPU processes that compute a model do with their memory: each gives its part back, and copies states.
 
 Rank 0 asks the others by lines of JSON on their standard input, and each answers by a line. They run no step meanwhile.
 """
@@ -6,6 +6,7 @@ Rank 0 asks the others by lines of JSON on their standard input, and each answer
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from qcompile.errors import ArtifactError, QCompileError, ResourceError
@@ -58,10 +59,15 @@ class DividedMemory:
 
 
 class FollowerMemory:
-    """The memory of another rank in its own process. counts: tells when the last step of the rank is finished."""
+    """The memory of another rank in its own process.
 
-    def __init__(self, memory: ReleasableMemory, counts: StepCounts, rank: int) -> None:
-        self._memory, self._counts, self._rank = memory, counts, rank
+    counts: tells when the last step of the rank is finished. copy: copies a slot of recurrent states to another.
+    """
+
+    def __init__(
+        self, memory: ReleasableMemory, counts: StepCounts, rank: int, copy: Callable[[int, int], None] | None = None
+    ) -> None:
+        self._memory, self._counts, self._rank, self._copy = memory, counts, rank, copy
 
     def obey(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Do what rank 0 asks. Returns the answer: empty but for a `problem`, and whether files have changed."""
@@ -70,6 +76,9 @@ class FollowerMemory:
             if time.monotonic() > end:
                 return {"problem": "its last step does not end", "changed": False}
             time.sleep(0.0005)  # a fraction of what falling asleep takes
+        if self._copy and "copy" in asked:
+            self._copy(*asked["copy"])
+            return {"done": True}
         try:
             if asked["memory"] == "sleep":
                 self._memory.release(1)

@@ -116,6 +116,8 @@ class RankSettings(NamedTuple):
     """Whether draft paths are open."""
     sealed: str
     """The hash of the manifest that rank 0 has read."""
+    copies: int = 0
+    """Slots for copies of recurrent states, behind those of requests."""
 
 
 class RankProcesses:
@@ -150,6 +152,12 @@ class RankProcesses:
         for process in self._processes:
             process.tell(what)
         return [process.answer(doing="after it loaded") for process in self._processes]
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Have each process copy a slot of recurrent states to another. Raises ResourceError if one cannot."""
+        for rank, answer in enumerate(self.ask({"copy": [source, target]}), 1):
+            if "problem" in answer:
+                raise ResourceError(f"rank {rank}: {answer['problem']}")
 
     def _watch(self, process: RankProcess) -> None:
         problem = watch(process, self.memory.beats, lambda: self._closing)

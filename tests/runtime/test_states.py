@@ -28,6 +28,7 @@ from tests.support.calls import fix_calls
 from tests.support.cases import first
 from tests.support.families import COMMON, save
 from tests.support.modules import VOCAB, randomized
+from tests.support.ranks import TWO
 
 HIDDEN, HEADS, KEY_HEADS, SIZE, WIDTH, LONGEST = 64, 4, 2, 8, 16, 256
 INNER = 2 * KEY_HEADS * SIZE + HEADS * WIDTH
@@ -255,6 +256,28 @@ def test_prompts_that_begin_alike_continue_from_a_copy(artifact: Callable[..., P
         llm.engine.check()
 
 
+@pytest.mark.parametrize("lookup", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_prompts_continue_from_copies_in_each_of_two_processes(lookup: bool, tmp_path: Path) -> None:
+    """Also where drafts are rejected, and after the model has slept."""
+    drawn = random.Random(7)
+    shared, other = ([drawn.randrange(VOCAB) for _ in range(150)] for _ in range(2))
+    prompts = [[*start, *tail] for start in (shared, other) for tail in prompts_of(3, 30, 8)]
+    source: dict[str, Any] = {"max_position": LONGEST, "example_inputs": (text(7),)}
+    qcompile.build(model_of(), tmp_path / "out", recipe="f32", drafts=["lookup"] * lookup, options=TWO, **source)
+    with qcompile.load(tmp_path / "out", threads=1, gamma=0, prefix_caching=False) as llm:
+        wanted = [tokens_of(llm, [prompt])[0] for prompt in prompts]
+    with qcompile.load(tmp_path / "out", threads=1, gamma=2 * lookup) as llm:
+        results = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+        assert [list(result.outputs[0].token_ids) for result in results] == wanted
+        assert [result.metrics.cached_tokens for result in results] == [0, 128, 128] * 2
+        assert tokens_of(llm, prompts) == wanted
+        llm.sleep()
+        llm.wake_up()
+        [again] = llm.generate(prompts[:1], GREEDY)
+        assert list(again.outputs[0].token_ids) == wanted[0] and not again.metrics.cached_tokens
+        llm.engine.check()
+
+
 def test_what_texts_share_is_kept_once_two_have_it(artifact: Callable[..., Path]) -> None:
     """The first keeps its states at its own end; the second, at the end of what it shares with the first."""
     drawn = random.Random(9)
@@ -285,7 +308,7 @@ def test_few_copies_are_used_again(artifact: Callable[..., Path], monkeypatch: p
     out, texts = artifact("nested"), [[token] * 140 for token in range(12)]
     with qcompile.load(out, threads=2, gamma=0, prefix_caching=False) as llm:
         wanted = tokens_of(llm, texts)
-    monkeypatch.setattr("qcompile.runtime.cpu.load._snapshots", lambda kv, max_batch: 3)
+    monkeypatch.setattr("qcompile.runtime.cpu.load._snapshots", lambda *given: 3)
     with qcompile.load(out, threads=2, gamma=4, max_batch=4) as llm:
         for _ in range(3):
             drawn = random.Random(1).sample(range(12), 12)

@@ -274,14 +274,14 @@ class LateExecutor(Executor):
         (late, *others), self._late = self._late, []
         late.result = super().start(late.rows, late.steps, late.sampling)()
         for source, target in late.copied:
-            super()._copy_state(source, target)
+            super().copy_state(source, target)
         self._late = others
 
-    def _copy_state(self, source: int, target: int) -> None:
+    def copy_state(self, source: int, target: int) -> None:
         if self._late:
             self._late[-1].copied.append((source, target))
         else:
-            super()._copy_state(source, target)
+            super().copy_state(source, target)
 
     def step(self, *given: Any, **more: Any) -> tuple[list[int], FloatArray | None]:
         self.settle()

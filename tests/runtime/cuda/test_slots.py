@@ -27,6 +27,7 @@ from tests.support.cases import first
 from tests.support.fake_driver import LIMITS, PLAN, FakeDriver, FakeLaunch
 from tests.support.graphs import recurrent
 from tests.support.interpreted import interpreted
+from tests.support.mtp import save
 
 SLOT = 768
 
@@ -189,3 +190,33 @@ WAYS = ("attention too", "nested", "own states", "states alone", "lookup")
 @pytest.mark.parametrize("how", first(WAYS[:2], WAYS))
 def test_requests_continue_from_copies_interpreted(how: str) -> None:
     interpreted(__name__, f"interpret_reuse({how!r})")
+
+
+def interpret_head_reuse(folder: str) -> None:
+    """Drafts by a module for multi-token prediction: its own cache has the reused positions, or has no features of
+    them."""
+    from tests.support.gpu_machine import Machine
+
+    save("whole blocks", Path(folder))
+    shared = [number * 7 % 50 + 40 for number in range(70)]
+    greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    result, cached = [], []
+    for copies, gammas in ((0, (0, 0, 0)), (3, (2, 2, 0)), (3, (0, 2, 2))):
+        machine = Machine(folder, "bf16", pages=9, drafts="mtp", copies=copies)
+        requests, tokens = [], []
+        engine = machine.engine(2 if copies else 0)
+        fix_calls(engine, 2)
+        for number, gamma in enumerate(gammas):
+            engine.speculation.gamma = gamma
+            requests.append(engine.add([*shared, *range(number)], greedy))
+            tokens += machine.run(engine, requests[-1:])
+        assert not copies or sum(sum(request.drafts.metrics.drafted) for request in requests)
+        result.append(tokens)
+        cached.append([request.metrics.cached_tokens for request in requests])
+    assert result[0] == result[1] == result[2]
+    assert cached == [[0, 0, 0], [0, 64, 64], [0, 64, 64]]
+
+
+@pytest.mark.exhaustive
+def test_heads_continue_from_copies_interpreted(tmp_path: Path) -> None:
+    interpreted(__name__, f"interpret_head_reuse({str(tmp_path)!r})")

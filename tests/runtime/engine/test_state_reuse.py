@@ -96,6 +96,18 @@ def test_the_second_of_two_texts_keeps_what_they_share_for_the_third() -> None:
     assert cached == [0, 0, 192]
 
 
+def test_requests_of_other_owners_continue_from_no_copy(executors: None) -> None:
+    llm, prompt = states_llm(), text(150)
+    cached = []
+    for owner in ("ann", "ann", "bob", ""):
+        request = llm.engine.add(prompt, params(3), owner=owner)
+        while llm.engine.busy:
+            llm.engine.step()
+        assert list(request.output.token_ids) == reference_greedy(prompt, 3, eos=None)
+        cached.append(request.metrics.cached_tokens)
+    assert cached == [0, 128, 0, 0]
+
+
 def test_prompts_asked_at_once_continue_from_one(executors: None) -> None:
     """One computes what all share; as soon as the step that ends there is started, the others may begin."""
     llm, shared = states_llm(), text(256)
