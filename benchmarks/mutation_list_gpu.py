@@ -66,6 +66,20 @@ GPU_MUTATIONS = (
         f"{STATE_REUSE} -k conversation",
     ),
     Mutation(
+        "a step of a prompt ends where the text that it continues ended",
+        "runtime/engine/scheduler.py",
+        "parts = bool(known and known[-1].children)",
+        "parts = bool(known)",
+        f"{STATE_REUSE} -k pays",
+    ),
+    Mutation(
+        "a step ends for a copy however near the last one is",
+        "runtime/engine/scheduler.py",
+        "(whole - (len(known) if parts else usable)) * size >= apart",
+        "True",
+        f"{STATE_REUSE} -k pays",
+    ),
+    Mutation(
         "a request continues from a copy without its states",
         "runtime/engine/scheduler.py",
         "self.snapshots.restore(shared[-1], request.sequence.slot)",

@@ -25,11 +25,14 @@ class SlotCopies(NamedTuple):
     """`many` slots of recurrent states from `first` on, which no request has.
 
     `copy(source, target)` copies a slot behind all steps that were started, and before those that are started later.
+    apart: fewest positions that a prompt computes before a copy that no other prompt is known to need. A copy takes a
+    step of its own, which ends there.
     """
 
     first: int
     many: int
     copy: Callable[[int, int], None]
+    apart: int = 0
 
 
 class HiddenStates(NamedTuple):

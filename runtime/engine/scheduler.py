@@ -238,8 +238,9 @@ class Scheduler:
         tokens = request.sequence.tokens
         nodes = self.pool.prefixes.find(tokens, request.spec.sharing)[: request.reusable // self.pool.page_tokens]
         if self.snapshots:
-            request.sequence.state_ends = self._state_ends(request, len(nodes))
-            nodes = self.snapshots.usable(nodes)
+            usable = self.snapshots.usable(nodes)
+            request.sequence.state_ends = self._state_ends(request, nodes, len(usable), self.snapshots.apart)
+            nodes = usable
         end = (len(nodes) + 1) * self.pool.page_tokens
         if (
             end < len(tokens)
@@ -255,13 +256,19 @@ class Scheduler:
 
     # ---- copies of states -----------------------------------------------------------------------
 
-    def _state_ends(self, request: Request, known: int) -> list[int]:
+    def _state_ends(self, request: Request, known: Sequence[CachedPage], usable: int, apart: int) -> list[int]:
         """Positions before which a step of the request ends, so that its states can be kept there.
 
-        Later requests may share its whole prompt, or only the `known` pages that it has in common with an earlier text.
+        Later requests may share its whole prompt, or only the `known` pages, where it parts from an earlier text that
+        goes on. A text that ends there is what the request continues: nothing parts. The first `usable` of these pages
+        have a copy. Another copy is at least `apart` positions behind, unless an earlier text has all its pages, too.
         """
-        size = self.pool.page_tokens
-        return sorted({known * size, (len(request.sequence.tokens) - 1) // size * size} - {0})
+        size, whole = self.pool.page_tokens, (len(request.sequence.tokens) - 1) // self.pool.page_tokens
+        parts = bool(known and known[-1].children)
+        ends = {len(known)} if parts else set[int]()
+        if whole == len(known) or (whole - (len(known) if parts else usable)) * size >= apart:
+            ends.add(whole)
+        return [pages * size for pages in sorted(ends - {0})]
 
     def _keep_states(self) -> None:
         """Keep the states of requests that have reached a position of their `state_ends`, or do in a pending step: the

@@ -20,6 +20,8 @@ class Snapshots:
         self._free = list(self._slots)
         self._held: dict[CachedPage, int] = {}  # the one unused for longest first
         self._copy = places.copy
+        self.apart = places.apart
+        """As of SlotCopies."""
 
     def usable(self, pages: Sequence[CachedPage]) -> list[CachedPage]:
         """The first `pages` of a text, up to the last one with a copy."""

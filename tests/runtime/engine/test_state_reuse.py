@@ -53,11 +53,15 @@ class StatesLibrary(fake.FakeLibrary):
             ints(batch.argmax, batch.outputs)[output] = logits_of(int(sums[row])).argmax()
 
 
-def states_llm(pages: int = 64, max_batch: int = 8, copies: int = 32, max_tokens: int = fake.MAX_TOKENS) -> LLM:
+def states_llm(
+    pages: int = 64, max_batch: int = 8, copies: int = 32, max_tokens: int = fake.MAX_TOKENS, apart: int = 0
+) -> LLM:
     limits, weights = Limits(max_tokens, VOCAB, PAGE_TOKENS, CONTEXT), (ctypes.c_void_p * 1)()
     states = StateMemory(Arena(SLOT * (max_batch + copies)), copies)
     arena = Arena(pages * PAGE_BYTES)
     executor = fake.Chosen(StatesLibrary(), weights, arena, pages, 1, limits, states=states)
+    assert executor.copies
+    executor.copies = executor.copies._replace(apart=apart)
     model: Any = {"model": {"bos_token_id": EOS, "eos_token_ids": [EOS]}}
     return LLM(executor, model, None, max_batch)
 
@@ -94,6 +98,33 @@ def test_the_second_of_two_texts_keeps_what_they_share_for_the_third() -> None:
         assert output.outputs[0].token_ids == reference_greedy(prompt, 5, eos=None)
         cached.append(output.metrics.cached_tokens)
     assert cached == [0, 0, 192]
+
+
+def steps_of(llm: LLM, prompt: list[int]) -> tuple[list[int], int]:
+    """Rows of each step of a prompt, and how many of its tokens were reused."""
+    library: Any = llm.executor.library  # type: ignore[attr-defined]
+    library.steps.clear()
+    [output] = llm.generate([prompt], params(1))
+    assert output.outputs[0].token_ids == reference_greedy(prompt, 1, eos=None)
+    return [*library.steps], output.metrics.cached_tokens
+
+
+def test_steps_end_only_where_a_copy_pays(executors: None) -> None:
+    """At the end of whole pages far behind the last copy, where a prompt parts from another one, and where another one
+    has had all of its pages."""
+    llm, history = states_llm(max_tokens=1000, apart=256), text(300)
+    assert steps_of(llm, history) == ([256, 44], 0)
+    assert steps_of(llm, [*history, *text(120, 1)]) == ([164], 256)  # 384 are only 128 behind
+    assert steps_of(llm, [*history, *text(120, 1), *text(150, 2)]) == ([256, 58], 256)
+    assert steps_of(llm, [*history, *text(120, 1), *text(30, 3)]) == ([128, 66], 256)  # two part at 384
+    assert steps_of(llm, [*history, *text(120, 1), *text(30, 4)]) == ([66], 384)
+    short = states_llm(max_tokens=1000, apart=256)
+    shared = text(200)
+    assert [steps_of(short, [*shared, *text(20, seed)]) for seed in range(1, 4)] == [
+        ([220], 0),
+        ([192, 28], 0),
+        ([28], 192),
+    ]
 
 
 def test_requests_of_other_owners_continue_from_no_copy(executors: None) -> None:
