@@ -30,11 +30,13 @@ def decoder(
     biased: bool = True,
     clamped: bool = True,
     limit: float | None = None,
+    wide: int = 32,
 ) -> Graph:
     """One layer of attention and of experts with biases, grouped routing and a gated shared linear; odd sizes.
 
     Scores of attention are `biased` by position, and weighed against sinks. Gates are `clamped`, or as they are mostly:
-    then groups go by their best score, not by the sum of two. With a `limit` they are as gpt-oss has them.
+    then groups go by their best score, not by the sum of two. With a `limit` they are as gpt-oss has them. Queries and
+    keys have `wide` features.
     """
     begun = Begun(vocab)
     graph, ids, weight = begun.graph, begun.ids, begun.weight
@@ -43,7 +45,7 @@ def decoder(
         return graph.call("linear", x, weight(name, n, x.meta["val"].shape[-1]))
 
     x = graph.call("embedding", ids, weight("embed", vocab, hidden))
-    q, k, v = (graph.call("split_heads", linear(x, name, 32), 2) for name in "qkv")
+    q, k, v = (graph.call("split_heads", linear(x, name, wide), 2) for name in "qkv")
     biases = (weight("sinks", 2), weight("key_bias", 2, 512)) if biased else ()
     mixed = graph.call("merge_heads", graph.call("attention", q, k, v, 0.25, 0, 0.0, *biases))
     x = graph.call("add", x, linear(mixed, "o", hidden))

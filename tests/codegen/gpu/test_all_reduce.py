@@ -300,3 +300,27 @@ def test_owners_send_a_sum_that_others_read() -> None:
     assert all("out_scale" in names for names in shared_with[:-1])
     few = {variant.most for launch in plan.launches for variant in launch.variants[:1] if "all_reduce" in launch.name}
     assert few == {FEW_ROWS}  # the same for all, since what is added must have the same owners
+
+
+@pytest.mark.parametrize("reader", ["norm", "rows", "sum", None])
+def test_owners_send_the_sum_behind_a_norm_only_if_a_call_reads_all_rows_of_it(reader: str | None) -> None:
+    """Another norm and rows with outputs read all; a later sum adds rows of the same owners."""
+    from qcompile.codegen.calls import AllReduce, Call, Elementwise, Norm, TakeRows
+    from qcompile.codegen.gpu import fuse
+    from qcompile.codegen.gpu.context import PlanContext
+    from qcompile.codegen.gpu.exchanges import sent_arrays
+    from qcompile.targets import TARGETS
+    from tests.codegen.gpu.test_fuse import program
+
+    first = (AllReduce("sum", "part", "whole", 2), Elementwise("add", "add", "stream", "next", other="whole"))
+    readers: dict[str | None, tuple[Call, ...]] = {
+        "norm": (Norm("other_norm", "rms", "next", "more", 1e-5),),
+        "rows": (TakeRows("take", "next", "rows"),),
+        "sum": (AllReduce("late", "later", "added", 2), Elementwise("end", "add", "next", "last", other="added")),
+        None: (),
+    }
+    made = program(*first, Norm("norm", "rms", "next", "codes", 1e-5), *readers[reader])
+    made = fuse.norm_in_sums(fuse.add_in_sums(made))
+    context = PlanContext(made, (), 64, TARGETS["h100"])
+    sent = [array.name for array in sent_arrays(context, made.calls[0])]  # type: ignore[arg-type]
+    assert sent == (["out", "total"] if reader in ("norm", "rows") else ["out"])
