@@ -106,6 +106,28 @@ def test_sums_are_in_the_order_of_ranks_interpreted(ranks: int, width: int, rows
     interpreted(__name__, f"interpret_sums({ranks}, {width}, {rows})")
 
 
+def interpret_places() -> None:
+    """A rank that is a sum ahead has written nothing over the parts that the other one has yet to read."""
+    from qcompile.codegen.gpu import compile as gpu_compile
+
+    width, layout = 64, PeerLayout(2, 64, 256)
+    own, other = (torch.zeros(-(-layout.size(1) // 8), dtype=torch.int64) for _ in range(2))
+    state, failed = torch.zeros(layout.state_bytes // 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    kernel = RowSpec(width, width, width).kernel(80, RowExchange(layout, "packed", asm=False))
+    for number in (1, 2):
+        for place in (0, 1):  # the other rank's part of this sum, wherever this one looks
+            own[: 4 * layout.packed_items].view(2, 2, -1)[place, 1, :width] = number << 32
+        x, out = torch.full((1, width), float(number)), torch.zeros(1, width)
+        gpu_compile.load(kernel)[1, 1, 1](x, out, state, failed, 0, own, own, other)
+        assert torch.equal(out, x)
+    sent = other[: 4 * layout.packed_items].view(2, 2, -1)[:, 0, :width] >> 32
+    assert (sent == torch.tensor([[2], [1]])).all()
+
+
+def test_parts_of_a_sum_stay_while_a_rank_is_a_sum_ahead_interpreted() -> None:
+    interpreted(__name__, "interpret_places()")
+
+
 # ---- norms of sums ---------------------------------------------------------------------------------
 
 
