@@ -11,6 +11,7 @@ import numpy as np
 
 from qcompile import user_cache
 from qcompile.codegen.cpu import compiler
+from tests.support.cases import first
 
 HERE = Path(__file__).resolve().parent
 TEMPLATES = HERE.parents[1] / "codegen" / "cpu" / "templates"
@@ -34,6 +35,8 @@ ISAS: dict[str, tuple[list[str], set[str]]] = {
         {"avx512_vnni", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"},
     ),
 }
+TRIED = first(("portable", "avx2", "avx512-vnni", "amx"), ISAS)
+"""ISAS as cases of tests. Each takes 20 to 40 s to compile once: `make test-all` tries those in between, too."""
 
 
 class Gemm(ctypes.Structure):

@@ -15,7 +15,7 @@ from qcompile.formats import mixed, mixed_layout
 from qcompile.formats.mixed import MIX_4_8
 from qcompile.formats.registry import weight_format
 from tests.codegen.cpu.test_gemm import ADD, GATED, STORE, Activation, Weight, random_activation, run
-from tests.support.harness import ISAS
+from tests.support.harness import TRIED
 
 FORMAT = "mix_4_8_x128"
 TYPES = {"scale": np.float32, "columns": np.int32, "starts": np.int32}
@@ -72,7 +72,7 @@ def test_rounding_is_that_of_each_width() -> None:
     assert error[wide].min() >= error[~wide].max()
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", TRIED)
 @pytest.mark.parametrize("m", [1, 5, 61])
 def test_epilogues_write_to_the_rows_own_columns(harness: Callable[[str], ctypes.CDLL], isa: str, m: int) -> None:
     library, n, k = harness(isa), 72, 200

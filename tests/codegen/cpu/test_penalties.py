@@ -17,13 +17,13 @@ from qcompile.runtime.sampling.penalties import Bias, Occurrences, Penalties, pe
 from tests.codegen.cpu.test_sample import rows_of
 from tests.runtime.engine.test_batches import run
 from tests.support.cases import first
-from tests.support.harness import ISAS
+from tests.support.harness import TRIED
 from tests.support.sampled import OPTIONS, PENALTIES, penalized, same_outputs
 
 FIRST = 11
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", TRIED)
 @pytest.mark.parametrize("vocab", [1, 3, 17, 65, 4100])
 def test_penalties_are_pythons(harness: Callable[[str], ctypes.CDLL], isa: str, vocab: int) -> None:
     """Lists of no, one and many tokens, followed by none and by several, some of which are listed or recur."""

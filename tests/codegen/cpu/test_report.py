@@ -20,11 +20,11 @@ from qcompile.runtime.sampling.logprobs import empty_reports, logprobs_of, repor
 from tests.codegen.cpu.test_sample import rows_of
 from tests.runtime.engine.test_batches import Work, run
 from tests.support.cases import first
-from tests.support.harness import ISAS
+from tests.support.harness import TRIED
 from tests.support.sampled import OPTIONS, PENALTIES, same_logprobs, same_outputs
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", TRIED)
 @pytest.mark.parametrize("vocab", [1, 3, 17, 64, 65, 4100])
 def test_reports_are_pythons(harness: Callable[[str], ctypes.CDLL], isa: str, vocab: int) -> None:
     """With no, one, many and all alternatives; of likely and unlikely tokens, of ties and of such ruled out."""

@@ -16,11 +16,11 @@ from qcompile import SamplingParams
 from qcompile.runtime.cpu.executor import Executor
 from qcompile.runtime.sampling.masks import GrammarState, mask_words
 from tests.runtime.engine.test_batches import run
-from tests.support.harness import ISAS
+from tests.support.harness import TRIED
 from tests.support.sampled import OPTIONS, same_outputs
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", TRIED)
 def test_masks_are_applied_bit_by_bit(harness: Callable[[str], ctypes.CDLL], isa: str) -> None:
     library, random = harness(isa), np.random.default_rng(0)
     for vocab in (1, 31, 32, 33, 65, 1000):
