@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from qcompile.codegen.calls import AllGather
 from qcompile.codegen.gpu.context import PlanContext, single_launch
 from qcompile.codegen.gpu.exchange import exchange_facts, peer_arguments, peer_operands
-from qcompile.codegen.gpu.exchanges import peer_layout
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch
 from qcompile.codegen.gpu.operands import CountRef
 from qcompile.codegen.gpu.peer_memory import PeerLayout
+from qcompile.codegen.gpu.planned_sums import peer_layout
 from qcompile.codegen.gpu.sample import choosing
 from qcompile.targets import has_pdl
 

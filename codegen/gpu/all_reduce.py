@@ -26,11 +26,11 @@ from qcompile.codegen.gpu.exchange import (
     peer_operands,
     places,
 )
-from qcompile.codegen.gpu.exchanges import Sum, added_to, peer_layout, result_of, sent_arrays
 from qcompile.codegen.gpu.kernel import Argument, Kernel, render_template
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import CountRef, GridSize
 from qcompile.codegen.gpu.peer_memory import PeerLayout
+from qcompile.codegen.gpu.planned_sums import Sum, added_to, peer_layout, result_of, sent_arrays
 from qcompile.codegen.gpu.row_launches import norm_fields, written_to
 from qcompile.codegen.gpu.rows import RowSpec
 from qcompile.targets import has_pdl

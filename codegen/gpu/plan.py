@@ -47,13 +47,13 @@ from qcompile.codegen.gpu import (
 )
 from qcompile.codegen.gpu.attention_splits import MIN_LEAF_POSITIONS
 from qcompile.codegen.gpu.context import PlanContext
-from qcompile.codegen.gpu.exchanges import sums_of
 from qcompile.codegen.gpu.fuse import fuse
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.hidden import hidden_of
 from qcompile.codegen.gpu.kv_pages import LEAVES, GpuKV
 from qcompile.codegen.gpu.launches import Launch, LaunchPlan
+from qcompile.codegen.gpu.planned_sums import sums_of
 from qcompile.codegen.gpu.rounds import feedback_launch, follow_launch, head_draft_launches
 from qcompile.codegen.lora_calls import GateRows, LoraExpand, LoraShrink
 from qcompile.codegen.program import Program

@@ -330,7 +330,7 @@ def test_owners_send_the_sum_behind_a_norm_only_if_a_call_reads_all_rows_of_it(r
     from qcompile.codegen.calls import AllReduce, Call, Elementwise, Norm, TakeRows
     from qcompile.codegen.gpu import fuse
     from qcompile.codegen.gpu.context import PlanContext
-    from qcompile.codegen.gpu.exchanges import sent_arrays
+    from qcompile.codegen.gpu.planned_sums import sent_arrays
     from qcompile.targets import TARGETS
     from tests.codegen.gpu.test_fuse import program
 

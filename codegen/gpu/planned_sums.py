@@ -1,4 +1,4 @@
-"""The exchanges of a divided model's program: its sums over GPUs, what their rows' owners send, and peer memory."""
+"""The sums over GPUs of a divided model's program: what owners of rows send, and the peer memory for them."""
 
 from __future__ import annotations
 
