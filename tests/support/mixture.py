@@ -37,6 +37,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PATTERN = "[a-z]{2,6}(_[a-z]{2,6}){1,3}"
+_COUNTED = {"include_usage": True}
 CUT_AFTER = 2
 """Pieces after which a client of the kind `cut` goes away."""
 _SECONDS = 120.0
@@ -63,6 +64,12 @@ class Outcome:
     status: int
     tokens: int
     seconds: float
+
+
+def completion(prompt: str, tokens: int, stream: bool) -> Case:
+    """A greedy completion of `tokens` tokens, whole or in a stream with counts."""
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return Case("completion", body | ({"stream": True, "stream_options": _COUNTED} if stream else {}))
 
 
 def cases(tokens: int, long_tokens: int, adapter: str) -> list[Case]:
@@ -141,7 +148,8 @@ def _streamed(read: bytes) -> tuple[str, int, str]:
     ends = sum(choice.get("finish_reason") is not None for choice in choices)
     if ends != 1 or lines.count("[DONE]") != 1:
         return text, 0, f"the stream ends {ends} times"
-    return text, len(choices), ""
+    counts = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
+    return text, counts[-1] if counts else len(choices), ""
 
 
 async def references(clients: aiohttp.ClientSession, root: str, asked: Sequence[Case]) -> list[str]:
