@@ -315,6 +315,7 @@ def _report(planned: CompilationPlan, schedule: Schedule) -> dict[str, Any]:
         [draft.figures for draft in planned.drafts],
         model={"name": final.info.name, "parameters": final.info.parameters},
         recipe=schedule.recipe.name,
+        study=schedule.recipe.study.table if schedule.recipe.study else None,
         bits_per_weight=planned.bits_per_weight,
         passes=[record.facts for record in planned.passes],
         outliers=outliers.compare(planned.graphs),

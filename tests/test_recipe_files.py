@@ -95,6 +95,32 @@ def test_what_is_written_is_read_back(five: Path, tmp_path: Path) -> None:
         assert recipe_file(path) == recipe and recipe_file(path).text() == recipe.text()
 
 
+STUDY = {"names": ["a:b"], "bits": [4.3], "predicted_us": [1], "perplexity": [9.5], "exact": 9.0, "tokens": 64}
+
+
+def test_the_mixes_of_a_study_are_kept() -> None:
+    recipe = resolve({"study": STUDY, "rules": {"up": {"role": "up", "weight": "bf16"}}})
+    assert recipe.study is not None and recipe.study.bits == (4.3,)
+    assert resolve(tomllib.loads(recipe.text())) == recipe
+
+
+@pytest.mark.parametrize(
+    ("study", "message"),
+    [
+        ([], "study must be a table with names, bits"),
+        (STUDY | {"more": 1}, "study must be a table with names, bits"),
+        (STUDY | {"names": "a"}, "names must be a list of texts"),
+        (STUDY | {"names": ["a\nb"]}, "names must be texts of one line"),
+        (STUDY | {"bits": [1, 2]}, "bits must be a list of 1 positive numbers"),
+        (STUDY | {"perplexity": [float("nan")]}, "perplexity must be a list of 1 positive numbers"),
+        (STUDY | {"exact": True}, "exact must be a positive number"),
+    ],
+)
+def test_mixes_that_are_refused(study: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve({"study": study})
+
+
 def test_later_options_win_over_those_of_the_file(five: Path) -> None:
     recipe = resolve(
         five, {"cache.format": "kv4", "rules.first_down.layers": "1", "rules.first_down.names": '["a", "b"]'}

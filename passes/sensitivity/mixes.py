@@ -39,6 +39,11 @@ def bits_of_mix(mix: Mix) -> float:
     return 8 * size_of(mix) / sum(unit.weights for unit in mix)
 
 
+def bits_for(losses: Losses, size: int) -> float:
+    """The bits per weight of a mix of `size` bytes."""
+    return 8 * size / sum(unit.weights for unit in dict.fromkeys(unit for unit, _ in losses))
+
+
 def growing(losses: Losses) -> list[Mix]:
     """The mixes from the smallest to the one with the least loss, each larger by one step than the one before."""
     mix, steps = _start(losses)
@@ -55,7 +60,7 @@ def within(losses: Losses, bits: float) -> Mix:
     most = bits * sum(unit.weights for unit in mix) / 8
     size = size_of(mix)
     if size > most:
-        raise UsageError(f"--bits {bits:g}: the smallest of these formats take {bits_of_mix(mix):.3f} bits per weight")
+        raise UsageError(f"{bits:g} bits: the smallest of these formats take {bits_of_mix(mix):.3f} bits per weight")
     full: set[GemmUnit] = set()
     for step in steps:
         if step.unit in full:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qcompile.errors import UsageError
 from qcompile.formats.activations import activation_format
 from qcompile.formats.registry import weight_format
+from qcompile.passes.sensitivity.mixed_recipes import mixed_recipe
 from qcompile.passes.sensitivity.mixes import within
-from qcompile.passes.sensitivity.study import mixed_recipe
 from qcompile.passes.sensitivity.units import FormatPair, GemmUnit
+from qcompile.recipe_files.mixes import StudiedMixes
 from qcompile.recipe_files.resolved import Resolved
 
 
@@ -29,7 +30,8 @@ class SavedStudy:
         """`recipe`, which was studied, with the mix of at most `bits` bits per weight. Raises UsageError."""
         mix = within(self.losses, bits)
         expected = sum(self.losses[key] for key in mix.items())
-        return mixed_recipe(recipe, self.facts["target"], mix, f"sum of divergences {expected:.5f}", name)
+        mixed = mixed_recipe(recipe, self.facts["target"], mix, f"sum of divergences {expected:.5f}", name)
+        return replace(mixed, study=StudiedMixes.of_facts(self.facts))
 
     def require(self, **studied: str) -> None:
         """Raise UsageError unless the study is of these: model, recipe and target, by name."""

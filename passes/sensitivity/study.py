@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +21,13 @@ from qcompile.passes.quantize import Quantize
 from qcompile.passes.rewrite import ImportOptions, rewrite
 from qcompile.passes.schedule import Schedule
 from qcompile.passes.sensitivity.losses import LogitLoss, LossMeter
+from qcompile.passes.sensitivity.mixed_recipes import mixed_recipe
 from qcompile.passes.sensitivity.mixes import Mix, bits_of_mix, growing, size_of, within
 from qcompile.passes.sensitivity.units import FormatPair, GemmUnit, units
+from qcompile.recipe_files.mixes import StudiedMixes, front
 from qcompile.recipe_files.resolved import Resolved
-from qcompile.recipe_files.rules import Rule, rule_of
-from qcompile.recipes import COMPARED, RECIPES
+from qcompile.recipe_files.rules import Rule
+from qcompile.recipes import COMPARED
 from qcompile.roofline import Peaks, peaks_of
 from qcompile.targets import get_target
 
@@ -81,7 +82,8 @@ class Study:
     def facts(self) -> dict[str, Any]:
         """The study as one JSON document."""
         peaks = peaks_of(self.subject.target)
-        best = {id(mix) for mix in _front(self.mixes)}
+        sizes, losses = [size_of(mix.mix) for mix in self.mixes], [mix.loss.kl for mix in self.mixes]
+        best = {id(self.mixes[place]) for place in front(sizes, losses)}
         return {
             "model": Path(self.subject.model).name,
             "recipe": self.subject.recipe.name,
@@ -122,15 +124,6 @@ def _mix_facts(measured: MeasuredMix, peaks: Peaks) -> dict[str, Any]:
         "perplexity": measured.loss.perplexity,
         "formats": {unit.name: str(pair) for unit, pair in mix.items()},
     }
-
-
-def _front(mixes: Sequence[MeasuredMix]) -> list[MeasuredMix]:
-    """The mixes than which no other is both smaller, or as small, and closer to the exact model."""
-    front: list[MeasuredMix] = []
-    for mix in sorted(mixes, key=lambda each: (size_of(each.mix), each.loss.kl)):
-        if not front or mix.loss.kl < front[-1].loss.kl:
-            front.append(mix)
-    return front
 
 
 # ---- measuring -----------------------------------------------------------------------------------------
@@ -212,28 +205,5 @@ def recipe_for(study: Study, name: str) -> Resolved:
     """The recipe of the chosen mix."""
     assert study.chosen is not None
     divergence = f"divergence {study.chosen.loss.kl:.5f}"
-    return mixed_recipe(study.subject.recipe, study.subject.target, study.chosen.mix, divergence, name)
-
-
-def mixed_recipe(recipe: Resolved, target: str, mix: Mix, loss: str, name: str) -> Resolved:
-    """`recipe` with a rule for each unit that it would round otherwise than `mix`. loss: what it loses, as text."""
-    usual = recipe.settings(get_target(target).kind)["assign_precision"] | {
-        option.rpartition(".")[2]: text
-        for option, text in recipe.options
-        if option.rpartition(".")[0] in ("", AssignPrecision.name)
-    }
-    rules: dict[str, Rule] = {}
-    for unit, pair in mix.items():
-        head = "head" in unit.roles
-        weight, activation = (usual["head" if head else "weight"], usual["head_activation" if head else "activation"])
-        if (weight, activation) == (pair.weight, pair.activation):
-            continue
-        label, number = unit.name, 1
-        while label in rules:
-            label, number = f"{unit.name}_{number + 1}", number + 1
-        names = [glob.escape(each) for each in unit.names]
-        table = {"role": list(unit.roles), "layers": unit.layer, "names": names}
-        rules[label] = rule_of(label, table | {"weight": pair.weight, "activation": pair.activation})
-    about = f"{bits_of_mix(mix):.3f} bits per weight, mixed by sensitivity ({loss})"
-    own = f"{name}-mixed" if name in RECIPES else name
-    return replace(recipe, name=own, description=about, rules=tuple(rules.values()))
+    mixed = mixed_recipe(study.subject.recipe, study.subject.target, study.chosen.mix, divergence, name)
+    return replace(mixed, study=StudiedMixes.of_facts(study.facts()))

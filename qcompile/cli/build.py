@@ -12,7 +12,7 @@ import typer
 
 from qcompile import sample_text, texts
 from qcompile.checkpoints import hub
-from qcompile.cli import calibrating, console, machine, refusals
+from qcompile.cli import allocating, calibrating, console, machine, refusals
 from qcompile.cli.estimate import Estimate
 from qcompile.cli.options import (
     BitBudget,
@@ -26,7 +26,7 @@ from qcompile.cli.options import (
     command,
 )
 from qcompile.recipe_files.resolved import Resolved
-from qcompile.recipes import allocation, embedding_option
+from qcompile.recipes import embedding_option
 from qcompile.report import stored_weights
 
 if TYPE_CHECKING:
@@ -57,14 +57,16 @@ def build(  # parameters: the groups of its options
       qcompile build samples/pycode-26m -o out/kv8 --recipe f32 --set cache.format=kv8
       qcompile build samples/pycode-26m -o out/qserve --recipe qserve --calib samples/text.jsonl
       qcompile build samples/pycode-26m -o out/auto --recipe auto --calib samples/text.jsonl --target-bits 4.4
+      qcompile build samples/pycode-26m -o out/mix --recipe auto --study study.json --target-bits 5
       qcompile build samples/pycode-26m -o out/fast --recipe ml-specqd --draft samples/pycode-1m --draft lookup
       qcompile build samples/pycode-26m -o out/tuned --lora my-adapter --lora style=0.5
       qcompile build samples/pycode-26m -o out/two --recipe w8a8 --tensor-parallel-size 2
     """
     settings = compilation.settings() | embedding_option(compilation.embedding_dtype)
-    settings |= allocation(budget.bits, budget.rise)
+    settings |= allocating.options_of(budget)
     formats = compilation.recipe, compilation.target, compilation.head_dtype
     recipe = refusals.check_formats(*formats, settings, compilation.passes or ())
+    allocating.check(budget, recipe, compilation.head_dtype)
     refusals.check_pass("--explain", inspection.explain, recipe)
     if calibration.calib is not None and calibration.calib not in _NAMED_TEXTS:
         texts.check(calibration.calib)
@@ -75,6 +77,10 @@ def build(  # parameters: the groups of its options
         source = hub.find(model, allow_remote_code, progress=progress, **asdict(access))
         drafts = [_fetched(each, access, progress) for each in drafts]
     text = _calibration_text(calibration.calib, recipe, source)
+    allocating.tell(budget, recipe, text)
+    if budget.study is not None:
+        recipe = allocating.mixed(budget, model, compilation.target, settings)
+        recipe = recipe.changed({}, passes=compilation.passes or ())
     estimate = Estimate(machine.count_weights(source))
     with console.Progress(estimate) as progress:
         progress("import", 0, 1)

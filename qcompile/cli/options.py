@@ -358,6 +358,20 @@ class BitBudget:
             help="Use the fewest bits that keep the increase on --calib text within X.",
         ),
     ] = None
+    study: Annotated[
+        Path | None,
+        typer.Option(
+            "--study",
+            metavar="FILE",
+            help="With recipe auto: mix formats of whole linears by what `sensitivity --json` has measured.",
+        ),
+    ] = None
+    size: Annotated[
+        str | None,
+        typer.Option(
+            "--target-size", metavar="SIZE", help="Most bytes of the linears' weights, such as 500MB, with --study."
+        ),
+    ] = None
 
 
 # ---- loading -------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from typing import Any
 
 from qcompile.errors import UsageError, shown, suggestion
 from qcompile.plugins.entries import PluginEntry, entries
+from qcompile.recipe_files.mixes import StudiedMixes, mixes_of
 from qcompile.recipe_files.rules import Rule, rule_of
 from qcompile.recipe_files.toml import read_toml, read_value, toml_lines
 from qcompile.recipes import RECIPES, Recipe, RecipeDraft, Settings, get_recipe, option_texts
@@ -36,7 +37,7 @@ _FORMATS = {
     "kv": "cache.format",
 }
 """Options that have a key of their own."""
-_KEYS = ("base", "name", "description", *_FORMATS, "head", "passes", "options", "rules")
+_KEYS = ("base", "name", "description", *_FORMATS, "head", "passes", "options", "rules", "study")
 _RULES = "rules."
 
 
@@ -45,7 +46,8 @@ class Resolved:
     """The recipe `base`, changed by `options` (texts by pass.field), `head_dtype` (None: the base's) and `rules`.
 
     `passes` name passes of other packages and their places, as passes/extra.py reads them. `name` and `description` are
-    the base's unless the recipe has its own.
+    the base's unless the recipe has its own. `study` has the mixes of formats that the rules were chosen from,
+    if a study of sensitivity chose them.
     """
 
     base: Recipe
@@ -55,6 +57,7 @@ class Resolved:
     head_dtype: str | None = None
     rules: tuple[Rule, ...] = ()
     passes: tuple[str, ...] = ()
+    study: StudiedMixes | None = None
 
     @property
     def calibrated(self) -> bool:
@@ -114,6 +117,7 @@ class Resolved:
         tables["passes"] = list(self.passes)
         tables["options"] = {option: _typed(text) for option, text in self.options}
         tables["rules"] = {rule.name: rule.table for rule in self.rules}
+        tables["study"] = self.study.table if self.study else {}
         return "\n".join(toml_lines({key: value for key, value in tables.items() if value})) + "\n"
 
 
@@ -177,7 +181,8 @@ def recipe_of(tables: Mapping[str, Any], place: str, name: str) -> Resolved:
         options = dict(_formats_of(tables)) | _flat(tables.get("options", {}))
         own = Resolved(base, name, tables.get("description", base.description))
         rules = {f"{_RULES}{rule}": table for rule, table in tables.get("rules", {}).items()}
-        own = replace(own, passes=_passes(tables.get("passes", [])))
+        study = mixes_of(tables["study"]) if "study" in tables else None
+        own = replace(own, passes=_passes(tables.get("passes", [])), study=study)
         made = replace(own, rules=tuple(rule_of(rule.removeprefix(_RULES), table) for rule, table in rules.items()))
         changed = made.changed(options, tables.get("head"))
         changed.settings()  # refuses an unknown head

@@ -51,7 +51,7 @@ def collect(
     drafts: Sequence[DraftFigures] = (),
     **known: Any,
 ) -> Json:
-    """The whole report. `known` entries are added unchanged: model, recipe, bits_per_weight, passes, outliers,
+    """The whole report. `known` entries are added unchanged: model, recipe, study, bits_per_weight, passes, outliers,
     perplexity, calibration, command, versions.
 
     `program` is Program.to_json, parsed; `weight_bytes` maps packed weights of all paths to their sizes; `figures` and

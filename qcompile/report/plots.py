@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
+from qcompile.recipe_files.mixes import front
 from qcompile.report.figures import OTHER_WEIGHTS, PARTS, bytes_by_part
 
 if TYPE_CHECKING:
@@ -67,7 +68,25 @@ def plots(report: Json) -> Iterator[Plot]:
             "Share of each layer's output features (MixLLM, figure 2).",
             lambda axes: _shares(axes, rows, parts),
         )
+    yield from _study_plots(report.get("study"), report["bits_per_weight"])
     yield from _outlier_plots(report.get("outliers", {}))
+
+
+def _study_plots(study: Json | None, bits: float) -> Iterator[Plot]:
+    """Perplexity of the mixes of formats that the recipe was chosen from, by bits and by predicted time."""
+    if not study or not study["names"]:
+        return
+    text = f"in the study of sensitivity, on {study['tokens']:,} tokens, rounded to nearest"
+    yield _plot(
+        "Perplexity by bits per weight",
+        f"Mixes of formats {text}. The line joins those that no smaller one beats; dashed: exact; dotted: this build.",
+        lambda axes: _mixes(axes, study, "bits", "bits per weight", bits),
+    )
+    yield _plot(
+        "Perplexity by predicted time",
+        f"The same mixes {text}, by the microseconds of their linears for one token.",
+        lambda axes: _mixes(axes, study, "predicted_us", "predicted microseconds", None),
+    )
 
 
 def _outlier_plots(outliers: dict[str, Json]) -> Iterator[Plot]:
@@ -209,6 +228,23 @@ def _outliers(axes: Axes, figures: Json, moved: bool) -> None:
         axes.bar(places, figures["after"], 0.6, color=AFTER)
     axes.set_ylabel("largest / mean")
     _layers(axes, places)
+
+
+def _mixes(axes: Axes, study: Json, key: str, label: str, built: float | None) -> None:
+    """Mixes as points, those of one format with their names, and the front as a line. built: where this build is."""
+    values, losses = study[key], study["perplexity"]
+    best = front(values, losses)
+    axes.plot([values[place] for place in best], [losses[place] for place in best], "-", lw=1, color=AFTER)
+    axes.plot(values, losses, "o", ms=3, color=AFTER)
+    for name, value, loss in zip(study["names"], values, losses, strict=True):
+        if ":" in name:  # a uniform format; mixes have numbers
+            axes.annotate(name.partition(":")[0], (value, loss), (4, 3), textcoords="offset points", fontsize=6)
+    axes.axhline(study["exact"], ls="--", lw=0.8, color=BEFORE)
+    if built is not None:
+        axes.axvline(built, ls=":", lw=0.8, color=COLORS[PARTS[1]])
+    axes.set_xlabel(label)
+    axes.set_ylabel("perplexity")
+    axes.margins(x=0.15)
 
 
 def _times(axes: Axes, kernels: list[Json]) -> None:

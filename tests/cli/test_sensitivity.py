@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import qcompile
+from qcompile.cli.allocating import bytes_of
 from tests.cli.test_app import code_of
 
 Capture = pytest.CaptureFixture[str]
@@ -62,6 +63,55 @@ def test_a_saved_study_gives_recipes_of_other_sizes(
     rules = [tomllib.loads(recipe.read_text()) for recipe in recipes]
     assert rules[0]["rules"] == rules[1]["rules"] and "sum of divergences" in rules[1]["description"]
     assert rules[2]["rules"] != rules[1]["rules"]
+
+
+def test_auto_takes_the_mix_of_a_study(tiny_checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    """The artifact's recipe repeats the build to the byte, and its report has the mixes."""
+    assert code_of("sensitivity", tiny_checkpoint, *FAST, "--json") == 0
+    saved = tmp_path / "study.json"
+    saved.write_text(capsys.readouterr().out)
+    weights = sum(unit["outputs"] * unit["inputs"] for unit in json.loads(saved.read_text())["units"])
+    given = ("--recipe", "auto", "--study", saved, "--calib", "none")
+    assert code_of("build", tiny_checkpoint, "-o", tmp_path / "a", *given, "--target-bits", "6", "--json") == 0
+    said = capsys.readouterr()
+    assert f"recipe auto takes the mix of {saved} for at most 6.000 bits" in said.err
+    assert 5 < json.loads(said.out)["bits_per_weight"] <= 6
+    size = f"{weights * 6 // 8}B"
+    assert code_of("build", tiny_checkpoint, "-o", tmp_path / "b", *given, "--target-size", size) == 0
+    assert code_of("build", tiny_checkpoint, "-o", tmp_path / "c", "--recipe", tmp_path / "a" / "recipe.toml") == 0
+    first, second, third = ((tmp_path / name / "qcompile.json").read_bytes() for name in "abc")
+    assert first == second == third
+    report = json.loads((tmp_path / "a" / "report.json").read_text())
+    assert report["study"]["names"][:2] == ["w4_asym_g128:int8", "w8_sym_channel:int8"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--recipe", "w4a8"), "--study is for recipe auto, which mixes formats: w4a8 has formats of its own"),
+        (("--head-dtype", "bf16"), "--head-dtype and --study: the mix of a study chooses the format of the output"),
+        (("--max-perplexity-increase", "0.1"), "--max-perplexity-increase is not for --study"),
+        (("--target-bits", "5", "--target-size", "1MB"), "--target-bits and --target-size: give one of them"),
+        (("--target-size", "large"), "--target-size large: write bytes, such as 500MB or 1.5GiB"),
+    ],
+)
+def test_what_auto_refuses_of_a_study(options: tuple[str, ...], message: str, tmp_path: Path, capsys: Capture) -> None:
+    saved = tmp_path / "study.json"
+    saved.write_text("{}")
+    given = ("--recipe", "auto", "--study", saved)
+    assert code_of("build", "samples/pycode-1m", "-o", tmp_path / "a", *given, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_size_without_a_study_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    given = ("--recipe", "auto", "--target-size", "1MB")
+    assert code_of("build", "samples/pycode-1m", "-o", tmp_path / "a", *given) == 2
+    assert "--target-size needs --study" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "size"), [("12", 12), ("500MB", 500_000_000), ("1.5 GiB", 3 << 29), ("2k", 2000)])
+def test_sizes(text: str, size: int) -> None:
+    assert bytes_of(text) == size
 
 
 def without(name: str) -> Callable[[Any], Any]:

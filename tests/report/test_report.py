@@ -18,6 +18,7 @@ from qcompile.errors import QCompileError, UnsupportedError
 from qcompile.passes.base import run_passes
 from qcompile.passes.calibration import perplexity
 from qcompile.passes.schedule import configure
+from qcompile.recipe_files.mixes import front
 from qcompile.report import figures as report
 from qcompile.report import page as report_page
 from qcompile.report import plots
@@ -178,6 +179,15 @@ def test_page_stands_on_its_own_and_draws_what_there_is() -> None:
     outliers = {"keys": {"before": [8.0, 9.0], "after": [2.0, 2.5]}}
     assert Page(report_page.page(facts(outliers=outliers))).tags.count("svg") == 5
     assert "perplexity before" not in report_page.page(facts(perplexity=None, calibration=None))
+
+
+def test_mixes_of_a_study_are_drawn() -> None:
+    """By bits and by predicted time, with the names of uniform formats alone."""
+    study = {"names": ["small:int8", "mix 1", "large:bf16"], "bits": [4.0, 5.0, 16.0], "tokens": 64, "exact": 8.9}
+    text = report_page.page(facts(study=study | {"predicted_us": [1.0, 2.0, 4.0], "perplexity": [9.9, 9.2, 9.0]}))
+    assert Page(text).tags.count("svg") == 6 and text.count(">small</text>") == 2 and "mix 1" not in text
+    assert "<h2>Perplexity by bits per weight</h2>" in text and "on 64 tokens" in text
+    assert front([5.0, 4.0, 4.0, 6.0], [2.0, 3.0, 2.5, 2.0]) == [2, 0]
 
 
 def test_axes_of_layers_have_whole_numbers_and_legends_stand_above() -> None:

@@ -41,5 +41,5 @@ def test_a_limit_of_bits_is_kept_and_used() -> None:
         assert bits_of_mix(mix) <= bits
     assert within(LOSSES, 9.0) == growing(LOSSES)[-1]
     assert within(LOSSES, 5.0)[FIRST] == LARGE and within(LOSSES, 5.0)[THIRD] == SMALL
-    with pytest.raises(UsageError, match=r"--bits 4: the smallest of these formats take 4\.\d+ bits per weight"):
+    with pytest.raises(UsageError, match=r"4 bits: the smallest of these formats take 4\.\d+ bits per weight"):
         within(LOSSES, 4.0)
