@@ -19,6 +19,8 @@ from torch import Tensor
 from qcompile import sample_text, texts
 from qcompile.clock import Progress, silent
 from qcompile.errors import ResourceError, UsageError
+from qcompile.text_tables.reading import documents as documents_of_table
+from qcompile.text_tables.reading import is_table
 from qcompile.texts import encoded, started
 
 if TYPE_CHECKING:
@@ -44,8 +46,8 @@ class Kept(NamedTuple):
 
 _NOTE = "note "
 
-_FORMS = {b"PAR1": "a Parquet file", b"ARRO": "an Arrow file", b"PK\3\4": "a zip file"}
-"""Kinds of files by their first four bytes."""
+_ZIP = b"PK\3\4"
+"""The first bytes of a zip file."""
 
 EXCERPT_TOKENS = 8192
 """Number of tokens on which channel magnitudes are measured."""
@@ -240,10 +242,13 @@ def read(
 def read_documents(path: str | Path) -> list[str]:
     """The "text" of every line of a JSONL file or item of a JSON array, or a plain text file as one document.
 
-    The folder of the package's text has several documents. Raises UsageError with the line or item.
+    Of a table (text_tables), it is the column of that name. The folder of the package's text has several documents.
+    Raises UsageError with the line or item.
     """
     if Path(path) == sample_text.FOLDER:
         return sample_text.documents()
+    if is_table(Path(path)):
+        return documents_of_table(Path(path))
     _check_form(Path(path))
     try:
         whole = texts.read(path)
@@ -259,14 +264,12 @@ def read_documents(path: str | Path) -> list[str]:
 
 def _check_form(path: Path) -> None:
     """Raise UsageError for forms of data sets that are not read, naming the one that is."""
-    form = None
-    if path.is_dir():
-        form = "a folder of the datasets library" if (path / "dataset_info.json").exists() else "a folder"
-    elif path.is_file():
+    form = "a folder" if path.is_dir() else None
+    if path.is_file():
         with path.open("rb") as file:
-            form = _FORMS.get(file.read(4)[:4])
+            form = "a zip file" if file.read(4) == _ZIP else None
     if form is not None:
         raise UsageError(
-            f"calibration text {path} is {form}: give plain text, or JSON lines with a "
-            '"text", as Dataset.to_json writes them'
+            f"calibration text {path} is {form}: give plain text, JSON lines with a "
+            '"text", a Parquet file, or a folder of Dataset.save_to_disk'
         )

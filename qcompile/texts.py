@@ -20,14 +20,19 @@ PIECE = 1 << 20
 """Approximate number of characters encoded at once: a second of work."""
 
 
-def check(path: Path) -> None:
-    """Raise UsageError unless there is a file at `path`, possibly a pipe; reads nothing from it."""
+def check(path: Path, tables: bool = False) -> None:
+    """Raise UsageError unless there is a file at `path`, possibly a pipe; reads nothing from it.
+
+    With `tables`, a folder of Dataset.save_to_disk will do (text_tables).
+    """
     try:
         folder = stat.S_ISDIR(os.stat(path).st_mode)
     except OSError as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise UsageError(f"{path}: {why}") from error
     if folder and any((path / name).is_file() for name in _SAVED_DATASET):
+        if tables:
+            return
         raise UsageError(f'{path} is a saved dataset: give JSON lines with a "text", as Dataset.to_json writes them')
     if folder:
         raise UsageError(f"{path} is a directory: give a file")

@@ -19,6 +19,8 @@ from qcompile import texts
 from qcompile.errors import OverflowedError, UnsupportedError, UsageError
 from qcompile.runtime.sampling.arrays import DoubleArray, FloatArray
 from qcompile.runtime.step import StepExecutor
+from qcompile.text_tables.reading import documents as documents_of_table
+from qcompile.text_tables.reading import is_table
 from qcompile.texts import encoded, started
 
 if TYPE_CHECKING:
@@ -59,7 +61,12 @@ class Evaluation:
 
 
 def read_documents(path: str | Path) -> list[str]:
-    """The "text" of every line of a JSONL file or item of a JSON array. Raises UsageError naming the faulty one."""
+    """The "text" of every line of a JSONL file, item of a JSON array, or row of a table (text_tables).
+
+    Raises UsageError naming the faulty one.
+    """
+    if is_table(Path(path)):
+        return documents_of_table(Path(path))
     try:
         whole = texts.read(path)
     except (OSError, UnicodeDecodeError) as error:

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qcompile import sample_text
@@ -82,12 +84,16 @@ def test_what_only_looks_like_json_is_plain_text(tmp_path: Path) -> None:
         sample(path.rename(tmp_path / "calib.json"))
 
 
-def test_folders_of_data_sets_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is a folder: give"):
+def test_a_folder_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder: give plain text, JSON lines"):
         sample(tmp_path)
-    (tmp_path / "dataset_info.json").write_text("{}")
-    with pytest.raises(UsageError, match="folder of the datasets library"):
-        sample(tmp_path)
+
+
+def test_a_table_holds_the_same_documents(text: Path, tmp_path: Path) -> None:
+    documents = [json.loads(line)["text"] for line in text.read_text().splitlines()]
+    path = tmp_path / "calib.parquet"
+    parquet.write_table(pyarrow.table({"text": documents, "more": list(range(len(documents)))}), path)
+    assert torch.equal(sample(path).tokens, sample(text).tokens)
 
 
 def test_documents_that_begin_with_the_first_token_get_no_second(text: Path) -> None:
@@ -117,7 +123,8 @@ def test_plain_text_is_one_document(tmp_path: Path) -> None:
         (b'{"text": "a"}\nplain\n', "line 2: not a JSON object"),
         (b'[{"text": "a"}, {"body": "b"}]', 'item 2: not a JSON object with a "text"'),
         (b'{\n"body": "b"\n}', 'not a JSON object with a "text"'),
-        (b"PAR1\x15\x04", "is a Parquet file: give plain text, or JSON lines"),
+        (b"PK\3\4", "is a zip file: give plain text, JSON lines"),
+        (b"PAR1\x15\x04", "is no table that pyarrow reads"),
     ],
 )
 def test_refused_with_the_reason(tmp_path: Path, content: bytes, message: str) -> None:

@@ -69,7 +69,7 @@ def build(  # parameters: the groups of its options
     allocating.check(budget, recipe, compilation.head_dtype)
     refusals.check_pass("--explain", inspection.explain, recipe)
     if calibration.calib is not None and calibration.calib not in _NAMED_TEXTS:
-        texts.check(calibration.calib)
+        texts.check(calibration.calib, tables=True)
     drafts: Sequence[str | Path] = compilation.drafts or ()
     refusals.check_models(model, compilation.drafts or ())
     refusals.check_output(output)

@@ -50,7 +50,7 @@ def evaluate(
     Example:
       qcompile eval out/pycode --data samples/heldout.jsonl --json
     """
-    texts.check(data)
+    texts.check(data, tables=True)
     adapter, more = adapting.chosen(), {"lora": adapting.named(), "gamma": 0}
     with opened(out, building, loading, **more) as (llm, _), console.Progress() as progress:
         done = partial(progress, "windows")

@@ -160,7 +160,7 @@ def _checked(model: str, text: StudiedText, studied: Studied, result: MixedRecip
     if result.plot is not None:
         plot_files.check(result.plot)
     if text.data is not None and str(text.data) != "sample":
-        texts.check(text.data)
+        texts.check(text.data, tables=True)
     return recipe
 
 

@@ -94,7 +94,7 @@ def train_draft(  # parameters: the groups of its options
     layers = console.numbers("--layers", head.layers) if head.layers else ()
     if run.device not in _DEVICES:
         raise UsageError(f"--device {run.device}: choose one of {', '.join(_DEVICES)}")
-    texts.check(data)
+    texts.check(data, tables=True)
     refusals.check_models(model)
     with console.Progress() as progress:
         source = hub.find(model, progress=progress, **asdict(access))

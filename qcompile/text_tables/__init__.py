@@ -1,0 +1,1 @@
+"""Texts in tables of other programs: Parquet, Arrow, and saved datasets."""
