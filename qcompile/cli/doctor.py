@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from qcompile import targets
+from qcompile.artifact.plain_files import read_plain
 from qcompile.checkpoints import hub
 from qcompile.checkpoints.weight_files import check_weights
 from qcompile.cli import console, refusals
@@ -177,7 +178,7 @@ def examine(
 def _has_weights(directory: Path) -> bool:
     """Whether the checkpoint has its weight files. Of a model from the hub, some may have been fetched before."""
     try:
-        shards = jsons.loads((directory / _INDEX).read_bytes())["weight_map"].values()
+        shards = jsons.loads(read_plain(directory / _INDEX))["weight_map"].values()
         return all((directory / shard).exists() for shard in set(shards))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.gguf"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qcompile import targets
+from qcompile.artifact.plain_files import open_plain, read_plain
 from qcompile.cli.console import byte_size, counted
 from qcompile.errors import ResourceError, UsageError
 
@@ -180,7 +181,7 @@ def _stored_bits(directory: Path) -> int:
 def _stored(directory: Path) -> dict[str, Any]:
     """What the checkpoint's configuration says of how it is quantized; empty if it is not."""
     try:
-        config = json.loads((directory / "config.json").read_bytes())
+        config = json.loads(read_plain(directory / "config.json"))
         result = config.get("quantization_config") or config.get("compression_config")
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
@@ -193,7 +194,7 @@ def _elements(file: Path, bits: int) -> int:
     Integers hold several codes of `bits` bits each, as those of AWQ and bitsandbytes do.
     """
     try:
-        with open(file, "rb") as opened:
+        with open_plain(file) as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(min(length, 1 << 27)))
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]

@@ -206,3 +206,20 @@ def test_connections_leave_files_for_other_uses(monkeypatch: pytest.MonkeyPatch)
     assert connections._files(4096) == 960 and limit == (1024, 1024)
     limit = (256, resource.RLIM_INFINITY)
     assert connections._files(4096) == 4096 and limit == (4160, resource.RLIM_INFINITY)
+
+
+@pytest.mark.parametrize(
+    "head", [b"GET / HTTP/1.1\r\nX: ", POST + b"Content-Length: %d\r\n\r\n" % (100 << 20)], ids=["header", "body"]
+)
+def test_what_is_refused_is_not_read_for_long(client: Client, head: bytes) -> None:
+    """It would take the processor time of other answers."""
+    taken, piece = 0, b"z" * 65536
+    with connect(client) as opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+        opened.settimeout(0.3)
+        opened.sendall(head)
+        with pytest.raises(OSError):  # no more is taken, or the connection is cut
+            while taken < 90 << 20:
+                taken += opened.send(piece, socket.MSG_NOSIGNAL)
+    most_in_sockets = 16 << 20
+    assert connections._UNREAD < taken < connections._UNREAD + most_in_sockets
