@@ -22,17 +22,21 @@ def open_plain(path: Path, within: Path | None = None) -> FileIO:
 
     within: a folder that the file must be in, after all links are followed.
     """
+    _check_within(os.path.realpath(path), path, within)  # before anything elsewhere is opened
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NotPlainError("no plain file", path)
-        real = os.readlink(f"/proc/self/fd/{descriptor}")
-        if within is not None and not real.startswith(os.path.join(os.path.realpath(within), "")):
-            raise NotPlainError(f"a link to {real}, outside of {within}: copy the file", path)
+        _check_within(os.readlink(f"/proc/self/fd/{descriptor}"), path, within)  # the path may have changed
         return FileIO(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _check_within(real: str, path: Path, within: Path | None) -> None:
+    if within is not None and not real.startswith(os.path.join(os.path.realpath(within), "")):
+        raise NotPlainError(f"a link to {real}, outside of {within}: copy the file", path)
 
 
 def read_plain(path: Path, within: Path | None = None) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qcompile.checkpoints.gguf.files import is_file as is_gguf
+from qcompile.checkpoints.links import check_links
 from qcompile.checkpoints.tokenizer_sources import PATTERNS
 from qcompile.errors import QCompileError, ResourceError, UsageError
 
@@ -47,7 +48,7 @@ def find(
 ) -> Path:
     """The local directory of `model`: itself if it is one, else fetched from the hub (safetensors only).
 
-    That of a GGUF file is in the user's cache.
+    That of a GGUF file is in the user's cache. A directory with a link to a file elsewhere is refused.
     `revision` is a branch, tag or commit on the hub, and `token` an access token. Without `weights` no weight file is
     fetched. Raises UsageError (unknown, forbidden, or not reachable), ResourceError (the disk is full).
     """
@@ -56,6 +57,7 @@ def find(
     if path.is_dir():
         if revision is not None:
             raise UsageError(f"--revision {revision}: {model} is a directory, and revisions are those of the hub")
+        check_links(path)
         return path
     if is_gguf(path):
         if revision is not None:

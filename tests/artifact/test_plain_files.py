@@ -34,7 +34,7 @@ Build = Callable[[str], Path]
 PLACES: dict[str, tuple[Callable[[Path], None], str]] = {
     "pipe": (os.mkfifo, "no plain file"),
     "folder": (os.mkdir, "no plain file"),
-    "device": (device, "no plain file"),
+    "device": (device, "outside of"),
     "socket": (listening, "No such device or address"),
     "link": (outside, "outside of"),
 }
