@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from qcompile.codegen.buffers import Buffer
@@ -11,6 +12,8 @@ from qcompile.codegen.program import Program
 from qcompile.codegen.sizes import round_up
 from qcompile.ops import GATED
 
+ALIGNMENT = 64
+"""Offsets in the arena are multiples of this: the bytes of a cache line."""
 LINE_COLUMNS = 32
 """bf16 columns per cache line: threads that write whole lines do not share lines."""
 
@@ -94,7 +97,8 @@ def separate_buffers(program: Program) -> Program:
         if isinstance(call, QuantizeRows) and producer_share(program, index):
             names |= {call.x: None, call.out: None}
     places: dict[tuple[str, int, int, str], list[tuple[int, list[range]]]] = {}
-    end, moved = round_up(program.arena_bytes("tokens"), 64), {}
+    moved = _without_gaps([b for b in program.buffers if b.rows == "tokens" and b.name not in names])
+    end = max((round_up(b.offset + b.row_bytes, ALIGNMENT) for b in moved.values()), default=0)
     for name in names:
         buffer, life = program.buffer(name), _live_range(program, name)
         alike = places.setdefault((buffer.dtype, buffer.width, buffer.group, buffer.activation), [])
@@ -107,10 +111,22 @@ def separate_buffers(program: Program) -> Program:
         if place is None:
             place = end, []
             alike.append(place)
-            end += round_up(buffer.row_bytes, 64)
+            end += round_up(buffer.row_bytes, ALIGNMENT)
         place[1].append(life)
         moved[name] = replace(buffer, offset=place[0])
     return replace(program, buffers=tuple(moved.get(buffer.name, buffer) for buffer in program.buffers))
+
+
+def _without_gaps(buffers: Sequence[Buffer]) -> dict[str, Buffer]:
+    """These buffers by name, moved down so that no bytes between them are unused; those that overlap still do."""
+    moved: dict[str, Buffer] = {}
+    end = gap = 0
+    for buffer in sorted(buffers, key=lambda buffer: buffer.offset):
+        if buffer.offset > end:
+            gap += buffer.offset - end
+        end = max(end, round_up(buffer.offset + buffer.row_bytes, ALIGNMENT))
+        moved[buffer.name] = replace(buffer, offset=buffer.offset - gap)
+    return moved
 
 
 def _live_range(program: Program, name: str) -> range:

@@ -5,7 +5,7 @@ constexpr int kCalls = 14;
 constexpr KvFormat kKv = kKv8;
 constexpr int kHeadDim = 32;
 constexpr KvPlace kLayers[] = {{2, 32, 0}};
-constexpr int64_t kTokenBytes = 4224, kOutputBytes = 512;
+constexpr int64_t kTokenBytes = 3200, kOutputBytes = 512;
 constexpr int64_t kRopeFloats = 32;
 constexpr int kHidden = 96;  // of the final hidden states, 0 if they cannot be given
 constexpr int kFeatures = 0;  // width of those that steps return, 0 if they return none
@@ -35,13 +35,13 @@ static void step(Model& m, int tid) {
   Step s(m, tid);
   const qc_batch& b = s.b;
   const auto v_h = s.rows<float>(kTokens, 0, false);
-  const auto v_0_qkv = s.rows<float>(kTokens, 3200, false);
-  const auto v_0_x = s.q8(kTokens, 1408, true, 96, {128, 96, 127.0f, 127.0f});
-  const auto v_0_attended = s.rows<float>(kTokens, 1536, false);
-  const auto v_0_o_in = s.q8(kTokens, 2048, true, 128, {128, 128, 127.0f, 127.0f});
-  const auto v_0_y = s.q8(kTokens, 2240, true, 96, {128, 96, 127.0f, 127.0f});
-  const auto v_0_inner = s.rows<float>(kTokens, 2368, false);
-  const auto v_0_down_in = s.q8(kTokens, 3008, true, 160, {128, 160, 127.0f, 127.0f});
+  const auto v_0_qkv = s.rows<float>(kTokens, 2176, false);
+  const auto v_0_x = s.q8(kTokens, 384, true, 96, {128, 96, 127.0f, 127.0f});
+  const auto v_0_attended = s.rows<float>(kTokens, 512, false);
+  const auto v_0_o_in = s.q8(kTokens, 1024, true, 128, {128, 128, 127.0f, 127.0f});
+  const auto v_0_y = s.q8(kTokens, 1216, true, 96, {128, 96, 127.0f, 127.0f});
+  const auto v_0_inner = s.rows<float>(kTokens, 1344, false);
+  const auto v_0_down_in = s.q8(kTokens, 1984, true, 160, {128, 160, 127.0f, 127.0f});
   const auto v_last = s.rows<float>(kOutputs, 0, true);
   const auto v_final = s.q8(kOutputs, 384, true, 96, {128, 96, 127.0f, 127.0f});
   float* const rope0 = m.rope + (int64_t)0 * s.stride[kTokens];

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from threading import Event, Timer
 
@@ -110,6 +111,13 @@ def test_what_a_thread_made_it_quantizes_before_it_waits() -> None:
         assert separated.buffer(f"1.{name}").offset == mine.offset
         assert not any(flow.overlap(mine, b) for b in separated.buffers if b.name[2:] != name)
     assert separated.arena_bytes("tokens") < 3 * program.arena_bytes("tokens")
+    # No bytes are left unused where these buffers were, and all others overlap as before.
+    places = {byte for b in separated.buffers if b.rows == "tokens" for byte in range(b.offset, b.offset + b.row_bytes)}
+    assert separated.arena_bytes("tokens") - len(places) < flow.ALIGNMENT * len(separated.buffers)
+    stay = [name for b in program.buffers if (name := b.name).partition(".")[2] not in apart]
+    for one, other in combinations(stay, 2):
+        before, after = (flow.overlap(p.buffer(one), p.buffer(other)) for p in (program, separated))
+        assert before == after
     # Not if a scale covers a whole row, the last group is short, or another call reads the unquantized value.
     others = (replace(home, activation="int8"), replace(home, inner=160))
     for tiny, name in zip(others, ("0.o.quantize", "0.down.quantize"), strict=True):
