@@ -5,8 +5,8 @@ launch is one foreign call with an argument block that is prepared once (`Launch
 keeps Python's lock. cuda-bindings releases the lock in each call: alone, a launch costs the same 5 us, but beside a
 thread that runs Python code, as a server's does, it waits 5 ms to get the lock back (benchmarks/gpu_launch_cost.py).
 
-Every call's return code is checked: out of memory raises ResourceError, any other unexpected code RuntimeError with the
-driver's own message.
+Every call's return code is checked: out of memory and a GPU that is lost raise ResourceError, any other unexpected code
+RuntimeError with the driver's own message.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from qcompile.runtime.preparations import Preparations
 
 # Constants of the driver's API.
 _OUT_OF_MEMORY = 2
+_GPU_LOST = (4, 46, 100, 101, 214, 220, 226, 802, 999)
+"""The driver ends, the GPU is not available, there is none, it is not valid, memory or links have errors that cannot be
+corrected (three codes), the system is not ready, and what drivers give for a GPU that has fallen off the bus."""
 _NO_BINARY = (200, 209, 218, 222)  # invalid image, no binary for this GPU, invalid PTX, PTX too new
 _MAJOR, _MINOR = 75, 76
 _MAPS_MEMORY = 102
@@ -141,6 +144,10 @@ class Driver:
         """Raise the error of a driver call's return code, if it is one."""
         if code == _OUT_OF_MEMORY:
             raise ResourceError(f"the GPU has no memory left for {what}: use a smaller batch or cache")
+        if code in _GPU_LOST:
+            raise ResourceError(
+                f"the GPU does not answer ({what}): {self._message(code)}; see the driver's log (dmesg)"
+            )
         if code:
             raise RuntimeError(f"CUDA {what}: {self._message(code)}")
 
