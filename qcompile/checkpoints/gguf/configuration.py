@@ -7,6 +7,7 @@ a setting that is passed over might change the model.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +79,7 @@ class _Settings:
         for key in (*_SIZES, *self.architecture.settings):
             if key in self.left:
                 config[COMMON[key]] = self.number(key)
+        self.check_blocks(config["num_hidden_layers"])
         heads = config["num_attention_heads"]
         if type(heads) is not int or heads < 1:
             raise self.wrong("attention.head_count", f"is {shown(heads)}; a positive whole number belongs there")
@@ -99,6 +101,13 @@ class _Settings:
 
     def wrong(self, key: str, reason: str) -> UsageError:
         return UsageError(f"{self.header.path}: {self.header.architecture}.{key} {reason}")
+
+    def check_blocks(self, stated: Any) -> None:
+        """Raise UsageError if the file states blocks without tensors: each would be made before that shows."""
+        names = (re.match(r"blk\.(\d{1,9})\.", name) for name in self.header.tensors)
+        there = max((int(name[1]) + 1 for name in names if name), default=0)
+        if type(stated) is int and stated > there:
+            raise self.wrong("block_count", f"is {shown(stated)}, but the tensors are those of {there}")
 
     def table(self) -> TensorPlace:
         """The table of embeddings."""

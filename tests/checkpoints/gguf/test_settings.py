@@ -54,6 +54,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[QCompileError], str]] = {
     "an unknown setting": ("llama", {"llama__attention__scale": 0.3}, NO, "llama.attention.scale is not read, and may"),
     "no width": ("llama", {"llama__embedding_length": None}, BAD, "llama.embedding_length is missing"),
     "a width in words": ("llama", {"llama__embedding_length": "16"}, BAD, "embedding_length is '16'; a number"),
+    "more blocks than tensors": (
+        "llama",
+        {"llama__block_count": 60_000},
+        BAD,
+        "is 60000, but the tensors are those of 1",
+    ),
     "no heads": ("llama", {"llama__attention__head_count": 0}, BAD, "attention.head_count is 0; a positive whole"),
     "a wrong vocabulary": ("llama", {"llama__vocab_size": 99}, NO, "vocab_size is 99; only 64 is read"),
     "values of another size": ("llama", {"llama__attention__value_length": 4}, NO, "value_length is 4; only 8 is read"),
