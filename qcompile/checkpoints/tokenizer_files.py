@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcompile.artifact.layout import CONFIG_FILE
+from qcompile.checkpoints import tekken_files
 from qcompile.checkpoints.checkpoint import read_json
 from qcompile.checkpoints.hub import find
+from qcompile.checkpoints.sentencepiece_files import corrected
 from qcompile.checkpoints.tokenizer_sources import OWN, source_of
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
 
@@ -81,8 +83,14 @@ def other_tokenizer(model: Any, draft: Any) -> bytes | None:
 
 
 def _converted(directory: Path, source: str) -> bytes:
-    """The tokenizer.json that transformers makes of the file `source` in `directory`."""
+    """The tokenizer.json that is made of the file `source` in `directory`, by transformers unless it is tekken.json."""
     path = directory / source
+    if source == "tekken.json":
+        try:
+            return tekken_files.converted(path)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise UnsupportedError(f"{path} cannot be converted: {why}; save the tokenizer as {OWN}") from error
     _check_converters(path)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer
@@ -93,6 +101,8 @@ def _converted(directory: Path, source: str) -> bytes:
         backend = given.backend_tokenizer
         lost = _lost(path, backend)
         content: bytes = backend.to_str(pretty=False).encode()
+        if source == "tokenizer.model":
+            content = corrected(path, content)
     except Exception as error:  # the converters may raise anything
         why = _first_line(error)
         if "trust_remote_code" in str(error) and (code := _own_code(directory)):
@@ -131,10 +141,6 @@ def _lost(path: Path, backend: Any) -> str | None:
     size = backend.get_vocab_size()
     if path.name == "tiktoken.model" and size < (stated := sum(1 for line in path.read_bytes().split(b"\n") if line)):
         return f"finds {size} tokens, and the file has {stated}"
-    if path.name == "tekken.json":
-        stated = read_json(path).get("config", {}).get("default_vocab_size")
-        if size != stated:
-            return f"finds {size} tokens, and the file states {stated}"
     return None
 
 
