@@ -39,6 +39,22 @@ def residual_stream(graph: Graph, name: str) -> ResidualStates:
     return ResidualStates(tuple(reversed(states)))
 
 
+def local_blocks(graph: Graph, name: str) -> list[tuple[fx.Node, fx.Node]]:
+    """The blocks behind the first layer's mixer that mix no positions, in the order in which they run: for each, the
+    sum that adds its result to the residual stream, and the stream that it reads.
+
+    Raises PassError for the pass `name`, with the node where the stream is not such a chain of sums.
+    """
+    sources = _Sources(graph)
+    blocks, node = [], _last(graph)
+    while sources.mixers(node):
+        stream, block = _summands(graph, node, sources, name)
+        if not sources.mixers(block) & ~sources.mixers(stream):
+            blocks.append((node, stream))
+        node = stream
+    return blocks[::-1]
+
+
 _PLAIN = ("embedding", "add", "scale")
 """What may be between tokens and the first layer where weights have rotated the stream."""
 

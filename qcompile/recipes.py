@@ -21,8 +21,9 @@ class RecipeDraft:
     """A draft path of a recipe: its formats, where they differ from the target path's, and how far it looks ahead.
 
     The fields but the last two are those of passes/speculate.py; by default no linears are `sensitive` (`--set
-    speculate.sensitive=4`). It proposes at most `gamma` tokens at once to a path that is itself a draft, and stops
-    after a token with a probability below `threshold`. It shares the target's cache.
+    speculate.sensitive=4`) and no blocks are left out (`--set speculate.skip=2`). It proposes at most `gamma` tokens at
+    once to a path that is itself a draft, and stops after a token with a probability below `threshold`. It shares the
+    target's cache.
     """
 
     weight: str = "same"
@@ -32,6 +33,7 @@ class RecipeDraft:
     sensitive: int = 0
     sensitive_weight: str = "same"
     sensitive_activation: str = "same"
+    skip: int = 0
     gamma: int = 4
     threshold: float = 0.0
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qcompile import pipeline, recipes
+from qcompile import ops, pipeline, recipes
 from qcompile.calibration import Calibration
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
@@ -17,6 +17,8 @@ from qcompile.passes.base import PassRecord, apply, run_passes
 from qcompile.passes.gemm_precision import head_gemms
 from qcompile.passes.schedule import PASSES, configure
 from qcompile.passes.speculate import Speculate
+from qcompile.passes.streams import local_blocks
+from qcompile.testing import Begun
 from tests.codegen.cpu.test_experts import decoder as mixture
 from tests.support.graphs import decoder, sequence_inputs
 
@@ -184,6 +186,80 @@ def test_sensitive_linears_are_stored_once() -> None:
     assert len(wide) == 3 and len(narrow) == 5 and not wide & narrow
     with pytest.raises(UsageError, match="write how many linears"):
         Speculate(True, sensitive=-1)
+
+
+def blocks_of(recipe: str, source: Graph) -> tuple[Graph, list[str]]:
+    """The quantized graph, and the sums that add blocks without attention to the stream."""
+    verify = next(graph for graph in graphs(recipe, source) if graph.stage == "quantize")
+    return verify, [node.name for node, _ in local_blocks(verify, "test")]
+
+
+def quieten(graph: Graph, sum_name: str) -> None:
+    """The weights of a block are made small before the draft is made: of the first block, then of the second."""
+    node = next(node for node in graph.nodes if node.name == sum_name)
+    linear = next(n for n in node.all_input_nodes if ops.name_of(n.target) == "gemm")
+    weight = linear.all_input_nodes[1]
+    while weight.op != "get_attr":
+        weight = weight.all_input_nodes[0]
+    graph.weights.add_tensor(str(weight.target), graph.weights[str(weight.target)] * 1e-3)
+
+
+def test_a_draft_leaves_out_the_blocks_that_matter_least() -> None:
+    """Weights are changed before the draft is made, so that another block is the quiet one each time."""
+    inputs = sequence_inputs(9)
+    for index in range(2):
+        verify, blocks = blocks_of("bf16", decoder(hidden=64))
+        assert len(blocks) == 2  # the MLP of each layer
+        quieten(verify, blocks[index])
+        result = apply(Speculate(True, skip=1), verify)
+        assert result.fired == 1 and result.notes == (f"{blocks[index]} is left out of the draft, with what it adds",)
+        assert len(result.graph.calls("gemm")) < len(verify.calls("gemm"))
+        assert len(result.graph.calls("attention")) == len(verify.calls("attention"))
+        wanted = verify.run(*inputs)
+        error = (result.graph.run(*inputs) - wanted).square().mean()
+        other = verify.clone()
+        for node, stream in local_blocks(other, "test"):
+            if node.name == blocks[1 - index]:
+                other.replace(node, stream)
+        assert 0 < error < (other.run(*inputs) - wanted).square().mean() / 100
+        assert torch.equal(verify.run(*inputs), wanted)
+
+
+def test_all_blocks_without_attention_may_be_left_out_and_no_more() -> None:
+    verify, blocks = blocks_of("bf16", decoder(hidden=64))
+    result = apply(Speculate(True, skip=len(blocks)), verify)
+    left = {node.name for node in result.graph.nodes}
+    assert result.fired == 2 and not left & set(blocks)
+    with pytest.raises(
+        PassError, match=r"speculate: node .*speculate\.skip=3: the model has 2 blocks that mix no positions"
+    ):
+        apply(Speculate(True, skip=3), verify)
+    with pytest.raises(UsageError, match=r"speculate\.skip=-1: write how many blocks"):
+        Speculate(True, skip=-1)
+
+
+def test_a_draft_with_fewer_blocks_has_the_cache_of_the_target() -> None:
+    source, table = decoder(hidden=64), WeightTable()
+    target = lower(graphs("nested", source)[-1], table)
+    draft = lower(graphs("nested", source, Speculate(True, "nested_4", skip=2))[-1], table)
+    assert draft.cache_facts == target.cache_facts
+    assert set(draft.weights) < set(target.weights)
+
+
+def test_blocks_of_a_stream_that_is_no_chain_of_sums_are_not_left_out() -> None:
+    """A block beside attention adds to the stream what it has read before attention."""
+    begun = Begun(50)
+    graph, weight = begun.graph, begun.weight
+    x = graph.call("embedding", begun.ids, weight("embed", 50, 32))
+    y = graph.call("rms_norm", x, None, 1e-6)
+    heads = [graph.call("split_heads", graph.call("linear", y, weight(name, 32, 32)), 2) for name in "qkv"]
+    mixed = graph.call("merge_heads", graph.call("attention", *heads, 0.25))
+    both = graph.call("add", x, graph.call("linear", mixed, weight("o", 32, 32)))
+    both = graph.call("add", both, graph.call("linear", y, weight("mlp", 32, 32)))
+    graph.fx.output(graph.call("linear", both, weight("head", 50, 32)))
+    verify = next(each for each in graphs("bf16", graph) if each.stage == "quantize")
+    with pytest.raises(PassError, match=r"speculate: node .*: the residual stream is not a chain of sums"):
+        apply(Speculate(True, skip=1), verify)
 
 
 def test_options_of_a_draft_that_a_recipe_does_not_make_are_refused() -> None:
