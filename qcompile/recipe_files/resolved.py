@@ -19,14 +19,16 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qcompile.errors import UsageError, shown, suggestion
 from qcompile.plugins.entries import PluginEntry, entries
-from qcompile.recipe_files.mixes import StudiedMixes, mixes_of
 from qcompile.recipe_files.rules import Rule, rule_of
 from qcompile.recipe_files.toml import read_toml, read_value, toml_lines
 from qcompile.recipes import RECIPES, Recipe, RecipeDraft, Settings, get_recipe, option_texts
+
+if TYPE_CHECKING:
+    from qcompile.recipe_files.mixes import StudiedMixes
 
 RECIPE_FILE = "recipe.toml"
 """The file of an artifact with its recipe."""
@@ -181,7 +183,7 @@ def recipe_of(tables: Mapping[str, Any], place: str, name: str) -> Resolved:
         options = dict(_formats_of(tables)) | _flat(tables.get("options", {}))
         own = Resolved(base, name, tables.get("description", base.description))
         rules = {f"{_RULES}{rule}": table for rule, table in tables.get("rules", {}).items()}
-        study = mixes_of(tables["study"]) if "study" in tables else None
+        study = _study(tables["study"]) if "study" in tables else None
         own = replace(own, passes=_passes(tables.get("passes", [])), study=study)
         made = replace(own, rules=tuple(rule_of(rule.removeprefix(_RULES), table) for rule, table in rules.items()))
         changed = made.changed(options, tables.get("head"))
@@ -189,6 +191,12 @@ def recipe_of(tables: Mapping[str, Any], place: str, name: str) -> Resolved:
         return changed
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from None
+
+
+def _study(table: object) -> StudiedMixes:
+    from qcompile.recipe_files.mixes import mixes_of  # most recipes have none: `--help` imports little
+
+    return mixes_of(table)
 
 
 def _passes(given: object) -> tuple[str, ...]:

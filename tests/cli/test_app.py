@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from qcompile import sample_text
+from qcompile import sample_text, texts
 from qcompile.__main__ import main
 from qcompile.cli import bench, console, tune
-from qcompile.errors import ResourceError
+from qcompile.errors import ResourceError, UsageError
 from qcompile.runtime.cuda.executor import CudaExecutor
 
 Build = Callable[[str], Path]
@@ -162,8 +162,11 @@ def test_a_text_may_be_a_pipe_but_no_folder(capsys: Capture, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["dataset_info.json", "dataset_dict.json"])
 def test_a_saved_dataset_is_named_with_a_way_out(name: str, capsys: Capture, tmp_path: Path) -> None:
+    """Requests are JSON lines; texts may be tables, too."""
     (tmp_path / name).write_text("{}")
-    assert "is a saved dataset: give JSON lines" in refusal(capsys, 2, "eval", "nowhere", "--data", tmp_path)
+    with pytest.raises(UsageError, match="is a saved dataset: give JSON lines"):
+        texts.check(tmp_path)
+    assert "is a saved dataset" not in refusal(capsys, 2, "eval", "nowhere", "--data", tmp_path)
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
