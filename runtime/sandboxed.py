@@ -20,10 +20,11 @@ SECONDS = 2.0
 """Longest processor time that a request may take."""
 _MEMORY = 256 << 20
 """Bytes that it may take."""
-_USUAL_SECONDS = 0.05
-"""A request that takes longer is done at the lowest priority from then on: a normal one takes a millisecond. So what is
-built to take all of its time takes processor time only where nothing else needs it. Where all cores are busy, a slow
-one may therefore exceed its time."""
+_USUAL_SECONDS, _LOOK_SECONDS = 0.3, 0.1
+"""A request that takes more processor time than the first number goes on at the lowest priority; the second is how
+often that is looked at. A normal request takes a millisecond, and the first of a process, with what it imports, 100
+to 200. So what is built to take all of its time takes most of it only where nothing else needs it. Where all cores
+are busy, a slow request may therefore exceed its time."""
 _LOWEST = 19
 _PROGRAM = Path(__file__).with_name("sandbox.py")
 
@@ -60,19 +61,19 @@ class Worker:
     def ask(self, line: bytes, seconds: float) -> dict[str, Any]:
         """The answer to a line. Raises EndedError if there is none in time.
 
-        A request that takes long lowers the priority of the process, for as long as it lives.
+        A request that takes much processor time lowers the priority of the process, which cannot be raised again: the
+        process ends with the answer, so that the next request has one of normal priority.
         """
-        start = time.monotonic()
-        until, usual = start + seconds, start + min(_USUAL_SECONDS, seconds)
+        until, used, lowered = time.monotonic() + seconds, self._processor_seconds(), False
         rest = memoryview(line)
         answer = bytearray()
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | select.POLLOUT)
         while not answer.endswith(b"\n"):
-            ready = poll.poll(max(0.0, min(until, usual) - time.monotonic()) * 1e3)
-            if not ready and usual < until:
-                usual = until
-                self._yield()
+            left = max(0.0, until - time.monotonic())
+            ready = poll.poll((left if lowered else min(left, _LOOK_SECONDS)) * 1e3)
+            if not ready and not lowered and left > _LOOK_SECONDS:
+                lowered = self._processor_seconds() - used >= _USUAL_SECONDS and self._yield()
                 continue
             if not ready:
                 self._end()
@@ -87,13 +88,24 @@ class Worker:
             except OSError as error:
                 self._end()
                 raise EndedError("its process has ended") from error
+        if lowered:
+            self._end()
         result: dict[str, Any] = json.loads(answer)
         return result
 
-    def _yield(self) -> None:
-        """Lower the priority of the process."""
+    def _yield(self) -> bool:
+        """Lower the priority of the process. Returns True: there is no more to do."""
         with contextlib.suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _LOWEST)
+        return True
+
+    def _processor_seconds(self) -> float:
+        """Processor time that the process has taken; 0 where the system does not tell, which lowers no priority."""
+        try:
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError):
+            return 0.0
 
     def _read(self) -> bytes:
         part = self._socket.recv(1 << 16)
