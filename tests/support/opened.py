@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LIBRARIES = (
     *{sys.prefix, sys.base_prefix, str(ROOT), "/usr", "/lib", "/lib64", "/bin"},
+    *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
     *("/proc", "/sys/devices/system", "/sys/fs/cgroup", "/dev/null", "/dev/urandom"),
     *("/etc/ld.so.cache", "/etc/ld.so.preload", "/etc/localtime", "/etc/mime.types", "/etc/alternatives"),
     *("/etc/locale.alias", "/etc/ssl/openssl.cnf", "/etc/fonts", "/var/cache/fontconfig"),
