@@ -19,6 +19,8 @@ _BPE = 2
 """trainer_spec.model_type of byte-pair encoding."""
 _NORMAL, _BYTE = 1, 6
 """Types of pieces: those of text, and bytes of what has no piece."""
+_LONGEST = 1024
+"""Most characters of a piece. All its splits are tried as merges, which takes time with the square of its length."""
 _PROBES = ("Hello world, x = 1", "two  spaces\n    and lines", "Gr\u00fc\u00dfe")
 _PLAIN_PROBES = _PROBES[:1]
 """Texts that are compared; where the file changes spaces or characters itself, only one without any to change."""
@@ -46,6 +48,8 @@ def _set_merges(model: dict[str, Any], file: Any) -> None:
     """Merges in the order of the scores of what they make, as SentencePiece chooses them."""
     scores = {piece.piece: piece.score for piece in file.pieces if piece.type == _NORMAL}
     numbers = {piece.piece: number for number, piece in enumerate(file.pieces)}
+    if any(len(text) > _LONGEST for text in scores):
+        raise ValueError(f"a piece of its vocabulary has more than {_LONGEST:,} characters")
     merges: list[tuple[str, str]] = []
     for made in sorted(scores, key=lambda text: (-scores[text], numbers[text])):
         parts = [(made[:at], made[at:]) for at in range(1, len(made))]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qcompile.checkpoints.checkpoint import read_json
+from qcompile.errors import shown
 
 _NAMED = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
@@ -16,6 +17,10 @@ _NAMED = (
 )
 """The special tokens of files that list none."""
 _BEGIN = "<s>"
+_MOST_TOKENS = 1 << 22
+"""Most tokens of a file: ten times those of any known tokenizer."""
+_LONGEST = 1024
+"""Most bytes of a piece. All its splits are tried as merges, which takes time with the square of its length."""
 
 
 def converted(path: Path) -> bytes:
@@ -23,6 +28,9 @@ def converted(path: Path) -> bytes:
     facts = read_json(path)
     config = facts["config"]
     size, reserved = config["default_vocab_size"], config["default_num_special_tokens"]
+    for name, number in (("default_vocab_size", size), ("default_num_special_tokens", reserved)):
+        if type(number) is not int or not 0 <= number <= _MOST_TOKENS:
+            raise ValueError(f"{name} is {shown(number)}; a whole number from 0 to {_MOST_TOKENS:,} belongs there")
     special = _special(facts.get("special_tokens"), reserved)
     ranks = _ranks(facts["vocab"], size - reserved)
     letters = _letters()
@@ -57,7 +65,9 @@ def _special(listed: list[dict[str, Any]] | None, count: int) -> list[str]:
 
 def _ranks(vocab: list[dict[str, Any]], count: int) -> dict[bytes, int]:
     """The rank of each piece of the first `count`."""
-    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in vocab[:count]}
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in vocab[: max(count, 0)]}
+    if any(len(piece) > _LONGEST for piece in ranks):
+        raise ValueError(f"a piece of its vocabulary has more than {_LONGEST:,} bytes")
     if sorted(ranks.values()) != list(range(count)):
         raise ValueError(f"its vocabulary has no {count} different pieces with ranks from 0")
     return ranks

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +130,25 @@ def test_what_is_no_vocabulary_of_mistral(changes: dict[str, Any], message: str,
         load_tokenizer(tekken(tmp_path, **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "pieces", "reason"),
+    [
+        ({"default_num_special_tokens": 10**11}, PIECES, "default_num_special_tokens is 100000000000; a whole number"),
+        ({"default_num_special_tokens": -3}, PIECES, "default_num_special_tokens is -3; a whole number from 0 to"),
+        ({"default_vocab_size": 1e30}, PIECES, r"default_vocab_size is 1e\+30; a whole number"),
+        ({}, [*PIECES[:-1], b"a" * 1025], "a piece of its vocabulary has more than 1,024 bytes"),
+    ],
+)
+def test_sizes_of_a_tekken_file_are_bounded(
+    changes: dict[str, Any], pieces: list[bytes], reason: str, tmp_path: Path
+) -> None:
+    """Each would take memory or time without end."""
+    config = {"pattern": r"\p{L}+", "default_vocab_size": len(pieces) + 22, "default_num_special_tokens": 22} | changes
+    vocab = [{"rank": i, "token_bytes": base64.b64encode(p).decode()} for i, p in enumerate(pieces)]
+    with pytest.raises(UnsupportedError, match=f"tekken.json cannot be converted: {reason}"):
+        load_tokenizer(tekken(tmp_path, config=config, vocab=vocab))
+
+
 def test_tiktoken_needs_its_package(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "tiktoken.model").write_bytes(b"YQ== 0\n")
     monkeypatch.setattr(tokenizer_files.importlib.util, "find_spec", lambda name: None)
@@ -171,3 +191,9 @@ def test_tokens_that_differ_from_sentencepiece_are_refused(tmp_path: Path, monke
     monkeypatch.setattr(sentencepiece_files, "_set_merges", lambda model, file: model.update(merges=[]))
     with pytest.raises(UnsupportedError, match=r"transformers gives 'two  spaces.* other tokens than sentencep"):
         load_tokenizer(tmp_path)
+
+
+def test_pieces_of_a_sentencepiece_file_are_bounded() -> None:
+    piece = SimpleNamespace(piece="a" * 1025, score=0.0, type=1)
+    with pytest.raises(ValueError, match="a piece of its vocabulary has more than 1,024 characters"):
+        sentencepiece_files._set_merges({}, SimpleNamespace(pieces=[piece]))
