@@ -273,6 +273,7 @@ class StoredCheckpoint(Checkpoint):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._make: dict[str, Callable[[], Tensor]] = {}
+        self._parts: dict[str, dict[str, Entry]] = {}
         self._reshaped: set[str] = set()
 
     def add(
@@ -291,7 +292,8 @@ class StoredCheckpoint(Checkpoint):
         self._reshaped |= {name} if reshaped else set()
         if name in self.entries:
             raise UsageError(f"tensor {name} is stored twice: as it is, and as {' and '.join(parts)}")
-        self._make[name] = lambda: make(*(self.map(part, entry) for part, entry in zip(parts, stored, strict=True)))
+        self._parts[name] = dict(zip(parts, stored, strict=True))
+        self._make[name] = lambda: make(*(self.map(part, entry) for part, entry in self._parts[name].items()))
         self.entries[name] = replace(stored[0], shape=shape, dtype=torch.float32)
 
     def in_few_bits(self, name: str) -> bool:
@@ -306,6 +308,18 @@ class StoredCheckpoint(Checkpoint):
         value = self._make[name]()
         return value.view(self.entries[name].shape) if name in self._reshaped else value
 
+    def load(self, name: str) -> Tensor:
+        """As for any checkpoint. UsageError names the stored tensor that makes a weight not finite."""
+        value = self.raw(name).to(torch.float32)
+        if name in self._make and not is_finite(value):
+            for part, entry in self._parts[name].items():
+                if entry.dtype.is_floating_point and not is_finite(self.map(part, entry).to(torch.float32)):
+                    raise UsageError(
+                        f"weight {name} holds NaN or infinite values, as tensor {part} does: download the file again"
+                    )
+        require_finite(name, value)
+        return value
+
     def require(self, name: str, shape: tuple[int, ...], floats: bool = True) -> None:
         """As for any checkpoint. A tensor that is stored as groups gets `shape` if rows are whole groups."""
         if name in self._reshaped:
@@ -317,6 +331,11 @@ class StoredCheckpoint(Checkpoint):
 
 def require_finite(name: str, value: Tensor) -> None:
     """Raise UsageError that names the weight `name` if `value` holds NaN or infinity."""
-    # One pass that allocates nothing: a sum is finite unless an element is not (or it overflows: then look closer).
-    if not math.isfinite(value.sum().item()) and not torch.isfinite(value).all():
+    if not is_finite(value):
         raise UsageError(f"weight {name} holds NaN or infinite values")
+
+
+def is_finite(value: Tensor) -> bool:
+    """Whether `value` holds neither NaN nor infinity."""
+    # One pass that allocates nothing: a sum is finite unless an element is not (or it overflows: then look closer).
+    return math.isfinite(value.sum().item()) or bool(torch.isfinite(value).all())

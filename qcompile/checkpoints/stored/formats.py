@@ -8,8 +8,8 @@ the power of two that the recipe chooses for the group.
 - `fp8`: see fp8.py; `modelopt`: see modelopt.py.
 - `mxfp4` (gpt-oss): NAME_blocks uint8 [experts, outputs, groups, 16], the earlier of two inputs in the low half, and
   NAME_scales, E8M0 [experts, outputs, groups]; together NAME [experts, inputs, outputs].
-- `awq`, `gptq`, `compressed-tensors`, `bitsandbytes`, `torchao` and `hqq`: see the files of these names. `quanto`, too;
-  a file beside the weights says that it is used.
+- `awq`, `gptq`, `marlin`, `compressed-tensors`, `bitsandbytes`, `torchao` and `hqq`: see the files of these names.
+  `quanto`, too; a file beside the weights says that it is used.
 - `gguf`: the folder of a GGUF file, see checkpoints/gguf.
 """
 
@@ -34,6 +34,7 @@ from qcompile.checkpoints.stored.fp8 import BLOCK_FACTORS, FACTOR, find_fp8, fp8
 from qcompile.checkpoints.stored.gptq import gptq
 from qcompile.checkpoints.stored.groups import Find
 from qcompile.checkpoints.stored.hqq import hqq
+from qcompile.checkpoints.stored.marlin import marlin
 from qcompile.checkpoints.stored.modelopt import modelopt
 from qcompile.checkpoints.stored.torchao import torchao
 from qcompile.errors import UnsupportedError, UsageError
@@ -125,7 +126,8 @@ _READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "modelopt": functools.partial(modelopt, floats=functools.partial(find_fp8, block=None)),
     "mxfp4": lambda quantization: _find_mxfp4,
     "awq": awq,
-    "gptq": gptq,
+    "gptq": functools.partial(gptq, tiled=marlin),
+    "marlin": marlin,
     "compressed-tensors": compressed_tensors,
     "bitsandbytes": bitsandbytes,
     "torchao": torchao,

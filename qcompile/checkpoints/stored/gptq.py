@@ -6,13 +6,13 @@ NAME.qweight int32 [inputs * bits / 32, outputs] has earlier inputs in lower bit
 gaps, 32 at a time. In "gptq_v2" (ModelCloud/GPTQModel,
 gptqmodel/utils/model.py) zero points are stored as they are. Where the configuration says `sym`, all zero points are
 2^(bits - 1): files that store them in the way of the other version were published, and mean what `sym` says. Modules
-may differ: see gptq_rules.py.
+may differ: see gptq_rules.py. Weights in the order of a kernel have other tensors: see marlin.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,10 @@ from qcompile.checkpoints.stored.groups import (
     words_of,
 )
 from qcompile.errors import UsageError
+
+MARLIN = "marlin"
+VERSIONS = ("gptq", "gptq_v2", MARLIN)
+"""Ways in which weights are packed, the usual one first."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +65,33 @@ class GptqScheme:
         return inputs if self.size < 0 else self.size
 
 
-def gptq(quantization: dict[str, Any]) -> Find:
-    """The reader for a checkpoint with this `quantization_config`. Raises UnsupportedError, UsageError."""
+def gptq(quantization: dict[str, Any], tiled: Callable[[dict[str, Any]], Find]) -> Find:
+    """The reader for a checkpoint with this `quantization_config`: `tiled` for codes in Marlin's order.
+
+    Raises UnsupportedError, UsageError.
+    """
     require_plain("gptq", quantization)
+    if version(quantization) == MARLIN:
+        return tiled(quantization)
     return functools.partial(_find_gptq, rules=module_rules(quantization, _scheme))
+
+
+def version(quantization: Mapping[str, Any]) -> str:
+    """How this `quantization_config` says that weights are packed. Raises UnsupportedError for another way."""
+    get = quantization.get
+    stated = get("checkpoint_format") or get("format") or VERSIONS[0]
+    flag = one_of("gptq", "is_marlin_format", get("is_marlin_format") or False, (True, False))
+    return str(one_of("gptq", "checkpoint_format", MARLIN if flag else stated, VERSIONS))
 
 
 def _scheme(quantization: Mapping[str, Any]) -> GptqScheme:
     """How this `quantization_config` says that weights are stored."""
     get = quantization.get
     bits = one_of("gptq", "bits", get("bits"), (2, 3, 4, 8))
-    version = get("checkpoint_format") or get("format") or "gptq"
-    version = one_of("gptq", "checkpoint_format", version, ("gptq", "gptq_v2"))
-    one_of("gptq", "is_marlin_format", bool(get("is_marlin_format")), (False,))
     ordered = one_of("gptq", "desc_act", get("desc_act"), (True, False, None))
     symmetric = one_of("gptq", "sym", get("sym"), (True, False, None))
     size = group_size("gptq", get("group_size"))
-    return GptqScheme(bits, size, version == "gptq", ordered, bool(symmetric))
+    return GptqScheme(bits, size, version(quantization) == VERSIONS[0], ordered, bool(symmetric))
 
 
 def _find_gptq(checkpoint: StoredCheckpoint, rules: ModuleRules[GptqScheme]) -> None:
@@ -101,6 +115,9 @@ def _find_gptq(checkpoint: StoredCheckpoint, rules: ModuleRules[GptqScheme]) -> 
             parts = (*parts, f"{stem}.g_idx")
         make = functools.partial(from_gptq, stem, scheme)
         checkpoint.add(f"{stem}.weight", (outputs, inputs), parts, make)
+    for name, entry in checkpoint.entries.items():
+        if name.endswith(".B") and entry.dtype == torch.int32:
+            raise UsageError(f"tensor {name} is in Marlin's order: say so in checkpoint_format of config.json (marlin)")
     require_none_left(checkpoint, (".qzeros", ".scales", ".g_idx"))
 
 

@@ -18,7 +18,7 @@ from qcompile.errors import UnsupportedError, UsageError, shown
 WORD = 32
 """Bits of the integers that codes are packed in."""
 BAND = 1024
-"""Outputs that are unpacked at once, a multiple of the outputs in a word: no second tensor of the weight's size."""
+"""Outputs that are unpacked at once, a multiple of those in a word or tile: no second tensor of the weight's size."""
 ACTIVATIONS = (
     ".input_scale",
     ".input_zero_point",
@@ -126,7 +126,9 @@ def require(checkpoint: StoredCheckpoint, name: str, shape: Sequence[int], dtype
     wanted = f"{dtype or 'floats'} of shape {list(shape)}"
     entry = checkpoint.entries.get(name)
     if entry is None:
-        raise UsageError(f"tensor {name} is missing from {checkpoint.directory}; {wanted} belongs there")
+        raise UsageError(
+            f"tensor {name} is missing from {checkpoint.directory}; {wanted} belongs there: download the file again"
+        )
     right = entry.dtype.is_floating_point and entry.dtype.itemsize > 1 if dtype is None else entry.dtype == dtype
     if not right or entry.shape != tuple(shape):
         raise UsageError(f"tensor {name} is {entry.dtype} of shape {list(entry.shape)}; {wanted} belongs there")
