@@ -2,16 +2,16 @@
 
 NAME.weight [outputs, inputs] is (code - zero) * scale in float32. NAME.weight_scale is [outputs, groups].
 
-- `pack-quantized`: NAME.weight_packed int32 [outputs, inputs * bits / 32] has earlier inputs in lower bits, and
-  2^(bits - 1) is added to each code. NAME.weight_shape has the numbers of outputs and inputs. If the scheme is not
-  symmetric, NAME.weight_zero_point int32 [outputs * bits / 32, groups] is packed in the same way. If groups may have
-  inputs in any order (releases up to 0.9), NAME.weight_g_idx int32 [inputs] is the group of each input, or -1
-  everywhere for groups of consecutive inputs.
+- `pack-quantized`: NAME.weight_packed int32 [outputs, inputs * bits / 32] has earlier inputs in lower bits, without
+  gaps, and 2^(bits - 1) is added to each code. NAME.weight_shape has the numbers of outputs and inputs. If the scheme
+  is not symmetric, NAME.weight_zero_point int32 [outputs * bits / 32, groups] is packed in the same way; with strategy
+  `tensor` it is int8 [1], and nothing is added. If groups may have inputs in any order (releases up to 0.9),
+  NAME.weight_g_idx int32 [inputs] is the group of each input, or -1 everywhere for groups of consecutive inputs.
 - `nvfp4-pack-quantized`: NAME.weight_packed uint8 [outputs, inputs / 2], two E2M1 codes a byte, the earlier input in
   the low half; NAME.weight_scale, E4M3 [outputs, inputs / 16]; NAME.weight_global_scale f32 [1], by which scales are
   divided.
 - `mxfp4-pack-quantized`: NAME.weight_packed as there; NAME.weight_scale, uint8 [outputs, inputs / 32], is the exponent
-  of a power of two, plus 127.
+  of a power of two, plus 127. `mxfp8-quantized` has such scales of NAME.weight, 8-bit floats.
 - `int-quantized`, `float-quantized`, `naive-quantized`: NAME.weight is int8 or 8-bit floats. NAME.weight_zero_point,
   if present, has the same type and the shape of the scales. With strategy `block`, NAME.weight_scale has a factor for
   each block of rows and columns.
@@ -45,8 +45,7 @@ from qcompile.checkpoints.stored.groups import (
     one_of,
     require,
     require_none_left,
-    shifts,
-    unpack,
+    unpack_filled,
     words_of,
 )
 from qcompile.errors import UnsupportedError, UsageError
@@ -59,7 +58,8 @@ NVFP4_PACKED = "nvfp4-pack-quantized"
 MXFP4_PACKED = "mxfp4-pack-quantized"
 E2M1_PACKED = {NVFP4_PACKED: ("tensor_group", NVFP4.group), MXFP4_PACKED: ("group", MXFP4.group)}
 """Formats with two E2M1 codes a byte, what their scales belong to, and the inputs in a group."""
-FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized", *E2M1_PACKED)
+MXFP8 = "mxfp8-quantized"
+FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized", MXFP8, *E2M1_PACKED)
 NUMBERS = {"int": torch.int8, "float": torch.float8_e4m3fn}
 """Types of stored weights that are not packed, by what the configuration calls them."""
 REST = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
@@ -117,14 +117,16 @@ def _scheme(name: str, group: dict[str, Any], format: Any) -> CompressedScheme:
     if not isinstance(weights, dict):
         raise UsageError(f"config_groups of the checkpoint's {METHOD} weights: {name} has no weights")
     if format in E2M1_PACKED:
-        return _e2m1_scheme(format, weights)
+        return _float_scheme(format, weights, 4, *E2M1_PACKED[format])
+    if format == MXFP8:
+        return _float_scheme(format, weights, 8, "group", MXFP4.group)
     kinds = ("int",) if format in (PACKED, "int-quantized") else ("float",) if format == "float-quantized" else ()
     kind = one_of(METHOD, "type", weights.get("type", "int"), kinds or tuple(NUMBERS))
-    bits = one_of(METHOD, "num_bits", weights.get("num_bits", 8), (4, 8) if format == PACKED else (8,))
+    bits = one_of(METHOD, "num_bits", weights.get("num_bits", 8), tuple(range(2, 9)) if format == PACKED else (8,))
     symmetric = one_of(METHOD, "symmetric", weights.get("symmetric", True), (True, False))
     size: Any = weights.get("group_size")
     inferred = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategies = ("group", "channel") if format == PACKED else ("group", "channel", "tensor", "block")
+    strategies = ("group", "channel", "tensor") if format == PACKED else ("group", "channel", "tensor", "block")
     strategy = one_of(METHOD, "strategy", weights.get("strategy") or inferred, strategies)
     grouped = strategy == "group"
     if grouped and (type(size) is not int or size < 1):
@@ -145,14 +147,13 @@ def _block(sides: Any) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def _e2m1_scheme(format: str, weights: dict[str, Any]) -> CompressedScheme:
-    """The scheme of NVFP4 and MXFP4 weights; UnsupportedError for what is stored in another way."""
-    strategy, group = E2M1_PACKED[format]
-    choices = {"num_bits": (4,), "type": ("float",), "symmetric": (True,), "group_size": (group,)}
+def _float_scheme(format: str, weights: dict[str, Any], bits: int, strategy: str, group: int) -> CompressedScheme:
+    """The scheme of floats with scales of their own type; UnsupportedError for what is stored in another way."""
+    choices = {"num_bits": (bits,), "type": ("float",), "symmetric": (True,), "group_size": (group,)}
     for key, values in choices.items():
         one_of(METHOD, key, weights.get(key, values[0]), values)
     one_of(METHOD, "strategy", weights.get("strategy") or strategy, (strategy,))
-    return CompressedScheme(format, "float", 4, True, group)
+    return CompressedScheme(format, "float", bits, True, group)
 
 
 # ---- the weights -----------------------------------------------------------------------------------
@@ -180,10 +181,13 @@ def _add_packed(checkpoint: StoredCheckpoint, name: str, scheme: CompressedSchem
     inputs = _inputs(checkpoint, name, outputs)
     require(checkpoint, f"{name}_packed", (outputs, -(-inputs * bits // WORD)), torch.int32)
     size, count = scheme.groups(inputs)
-    require(checkpoint, f"{name}_scale", (outputs, count))
+    require(checkpoint, f"{name}_scale", _sides(checkpoint, name, scheme, (outputs, count)))
     parts = {"words": f"{name}_packed", "scales": f"{name}_scale", "shape": f"{name}_shape"}
     if not scheme.symmetric:
-        require(checkpoint, f"{name}_zero_point", (-(-outputs * bits // WORD), count), torch.int32)
+        if scheme.whole:
+            require(checkpoint, f"{name}_zero_point", checkpoint.entries[f"{name}_scale"].shape, torch.int8)
+        else:
+            require(checkpoint, f"{name}_zero_point", (-(-outputs * bits // WORD), count), torch.int32)
         parts["zeros"] = f"{name}_zero_point"
     if scheme.ordered or (scheme.group and f"{name}_g_idx" in checkpoint):
         require(checkpoint, f"{name}_g_idx", (inputs,), torch.int32)
@@ -195,6 +199,16 @@ def _add_packed(checkpoint: StoredCheckpoint, name: str, scheme: CompressedSchem
         return from_packed(name, inputs, bits, size, **named)
 
     checkpoint.add(name, (outputs, inputs), tuple(parts.values()), make)
+
+
+def _sides(
+    checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme, sides: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The shape of the scales of the weight `name`: `sides`, or that of one scale of the whole weight."""
+    if not scheme.whole:
+        return sides
+    entry = checkpoint.entries.get(f"{name}_scale")
+    return () if entry is not None and not entry.shape else (1,)
 
 
 def _inputs(checkpoint: StoredCheckpoint, name: str, outputs: int) -> int:
@@ -219,13 +233,24 @@ def from_packed(
     index: Tensor | None = None,
 ) -> Tensor:
     """Words [outputs, inputs * bits / 32] and NAME's other tensors -> the weight NAME, float32 [outputs, inputs]."""
-    zero: Tensor | int = 2 ** (bits - 1)  # added to each code and each stored zero
-    if zeros is not None:
-        zero = unpack(zeros, shifts(bits), 0)[: len(words)]
+    outputs, middle = len(words), 2 ** (bits - 1)  # the middle is added to each code and each packed zero
+    zero: Tensor | int = middle
+    if zeros is not None and scales.dim() < 2:
+        zero = (zeros.to(torch.int32) + middle).expand(outputs, 1)
+    elif zeros is not None:
+        zero = _codes(zeros, bits, 0)[:outputs]
     groups: Groups = size
     if index is not None and not bool((index == -1).all()):
         groups = groups_of(f"{name}_g_idx", index, size, scales.shape[1])
-    return dequantize(inputs, lambda band: unpack(words[band], shifts(bits), 1)[:, :inputs], scales, zero, groups)
+    scales = scales if scales.dim() == 2 else scales.expand(outputs, 1)
+    return dequantize(inputs, lambda band: _codes(words[band], bits, 1)[:, :inputs], scales, zero, groups)
+
+
+def _codes(words: Tensor, bits: int, dim: int) -> Tensor:
+    """int32 words that are filled without gaps, the last ones in part -> at least as many codes as they hold."""
+    missing = -words.shape[dim] % bits if WORD % bits else 0
+    sides = [missing if axis == dim else side for axis, side in enumerate(words.shape)]
+    return unpack_filled(torch.cat((words, words.new_zeros(sides)), dim) if missing else words, bits, dim)
 
 
 def _add_nvfp4(checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme) -> None:
@@ -281,9 +306,11 @@ def _add_plain(checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme
         checkpoint.add(name, entry.shape, (name, f"{name}_scale"), functools.partial(from_fp8, block=[rows, columns]))
         return
     size, count = scheme.groups(inputs)
-    sides: tuple[int, ...] = (1,) if scheme.whole else (outputs, count)
-    if scheme.whole and f"{name}_scale" in checkpoint and not checkpoint.entries[f"{name}_scale"].shape:
-        sides = ()
+    if scheme.format == MXFP8:
+        require(checkpoint, f"{name}_scale", (outputs, count), torch.uint8)
+        checkpoint.add(name, entry.shape, (name, f"{name}_scale"), from_mxfp8)
+        return
+    sides = _sides(checkpoint, name, scheme, (outputs, count))
     require(checkpoint, f"{name}_scale", sides)
     parts: tuple[str, ...] = (name, f"{name}_scale")
     if not scheme.symmetric or f"{name}_zero_point" in checkpoint:
@@ -295,6 +322,12 @@ def _add_plain(checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme
         return dequantize(inputs, codes.__getitem__, scales.expand(outputs, count), zero, size)
 
     checkpoint.add(name, entry.shape, parts, make)
+
+
+def from_mxfp8(codes: Tensor, exponents: Tensor) -> Tensor:
+    """8-bit floats [n, k], exponents uint8 [n, k / 32], plus 127 -> float32 [n, k]."""
+    powers = torch.exp2(exponents.to(torch.float32) - 127)  # 255 stands for NaN, and becomes infinity
+    return from_fp8(codes, powers, [1, MXFP4.group])
 
 
 _ADD = {PACKED: _add_packed, NVFP4_PACKED: _add_nvfp4, MXFP4_PACKED: _add_mxfp4}

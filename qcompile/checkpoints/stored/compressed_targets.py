@@ -3,7 +3,7 @@
 As in vllm-project/compressed-tensors, utils/match.py: a group has `targets`, which are names of modules, patterns that
 match the beginning of a name (`re:PATTERN`), and classes of modules. For a module, names come before patterns, and
 patterns before classes. Programs try patterns in different orders, so two that match have to mean the same. Modules
-with codes are linears, so the class `Linear` means all of them.
+with codes are linears, so the class `Linear` means all of them. A name has a dot, or begins with a small letter.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def module_schemes(groups: Sequence[tuple[str, Any, Scheme]]) -> ModuleSchemes[S
                 patterns.append((pattern_of(f"targets of {group}", target.removeprefix(PATTERN)), scheme))
             elif target == LINEAR:
                 usual = scheme if usual is None else usual
-            elif "." in target:
+            elif "." in target or target[:1].islower():  # classes have capitals
                 names.setdefault(target, scheme)
             else:
                 raise UnsupportedError(f"config_groups that differ are not read for class {shown(target)} ({group})")

@@ -16,6 +16,7 @@ import qcompile
 from qcompile import pipeline
 from qcompile.checkpoints.stored import compressed as stored_compressed
 from qcompile.checkpoints.stored import formats
+from qcompile.checkpoints.stored.compressed_targets import module_schemes
 from qcompile.cli import doctor
 from qcompile.errors import QCompileError, UnsupportedError, UsageError
 from qcompile.formats import rounding
@@ -174,6 +175,19 @@ def compressed(
     return written(tensors, parts, "weight_", configuration("pack-quantized", weights))
 
 
+def packed_whole(tensors: Tensors) -> Written:
+    """Codes of 8 bits with one scale and one zero point, which is not packed."""
+
+    def parts(value: Tensor) -> tuple[Tensors, Tensor]:
+        codes, zero = torch.randint(0, 256, value.shape), torch.randint(-9, 9, (1,))
+        scale = (torch.rand(1) / 500 + 0.001).bfloat16()
+        made = {"packed": packed(codes, 8), "scale": scale, "shape": torch.tensor(value.shape)}
+        return made | {"zero_point": zero.to(torch.int8)}, (codes - 128 - zero).float() * scale.float()
+
+    weights = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor"}
+    return written(tensors, parts, "weight_", configuration("pack-quantized", weights))
+
+
 def in_two_groups(tensors: Tensors) -> Written:
     """Down projections of 8 bits by a pattern, gate projections by their names before it, and others of 4 bits."""
     down = {name: value for name, value in tensors.items() if "down_proj" in name}
@@ -269,6 +283,20 @@ def nvfp4(tensors: Tensors, inputs_scaled: bool = False) -> Written:
     return written(tensors, parts, "", configuration("nvfp4-pack-quantized", weights, input_activations=incoming))
 
 
+def mxfp8(tensors: Tensors) -> Written:
+    def parts(value: Tensor) -> tuple[Tensors, Tensor]:
+        n, k = value.shape
+        exponents = torch.randint(115, 125, (n, -(-k // 32)), dtype=torch.uint8)
+        codes = (torch.randn(n, k) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        numbers = codes.float()
+        for i in range(k):
+            numbers[:, i] *= 2.0 ** (exponents[:, i // 32].float() - 127)
+        return {"": codes, "_scale": exponents}, numbers
+
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    return written(tensors, parts, "weight", configuration("mxfp8-quantized", weights))
+
+
 def configuration(format: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors as its releases write them."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None} | more
@@ -302,6 +330,10 @@ WAYS: dict[str, tuple[str, Way]] = {
     "packed, zeros, in order of activations": ("qwen2", lambda t: compressed(t, 24, symmetric=False, order=True)),
     "packed, an index that says nothing": ("llama", lambda t: compressed(t, unsaid=True)),
     "packed, 8 bits a channel": ("llama", lambda t: compressed(t, -1, bits=8, symmetric=False)),
+    "packed of 3 bits": ("llama", lambda t: compressed(t, bits=3)),
+    "packed of 6 bits a channel, zeros": ("llama", lambda t: compressed(t, -1, bits=6, symmetric=False)),
+    "packed, one scale": ("llama", packed_whole),
+    "mxfp8": ("llama", mxfp8),
     "packed, experts one by one": ("qwen3_moe", lambda t: compressed(t, 8)),
     "packed and int8": ("llama", in_two_groups),
     "int8": ("llama", eight_bits),
@@ -358,6 +390,11 @@ def test_doctor_needs_no_weights(models: dict[str, tuple[Path, Tensors]], tmp_pa
     stored, _ = both(models, tmp_path, "llama", way)
     (stored / "model.safetensors").unlink()
     assert doctor.examine(str(stored), "cpu-avx2", "w4a16", {}, None).exportable
+
+
+def test_a_target_with_a_small_letter_is_a_name() -> None:
+    schemes = module_schemes([("a", ["Linear"], 4), ("b", ["lm_head"], 8)])
+    assert [schemes.scheme(module) for module in ("lm_head", "model.lm_head", "up")] == [8, 4, 4]
 
 
 def test_inputs_that_fill_no_word() -> None:
@@ -586,7 +623,26 @@ REFUSED: dict[str, tuple[Way, Change, type[QCompileError], str]] = {
     ),
     "gptq of an unknown symmetry": (gptq, say(sym=1), NO, "sym 1 are not read"),
     "gptq scales that are none": (gptq, fill("scales", float("inf")), BAD, f"{UP}.weight holds NaN or inf"),
-    "packed in 3 bits": (compressed, say_of_weights(num_bits=3), NO, "num_bits 3 are not read, only 4 or 8"),
+    "packed in 9 bits": (compressed, say_of_weights(num_bits=9), NO, "num_bits 9 are not read, only 2 or 3 or 4"),
+    "packed in 3 bits that has 4": (
+        compressed,
+        say_of_weights(num_bits=3),
+        BAD,
+        r"weight_packed is .*; torch.int32 of",
+    ),
+    "packed with packed zeros of a whole": (
+        lambda t: compressed(t, symmetric=False),
+        say_of_weights(strategy="tensor"),
+        BAD,
+        r"weight_scale is .*; floats of shape \[1\]",
+    ),
+    "mxfp8 with scales of floats": (
+        mxfp8,
+        put("weight_scale", torch.ones(96, 2)),
+        BAD,
+        f"{UP}.weight_scale is torch.float32 of shape .*; torch.uint8",
+    ),
+    "mxfp8 with scales that are none": (mxfp8, fill("weight_scale", 255), BAD, f"{UP}.weight holds NaN"),
     "packed floats": (compressed, say_of_weights(type="float"), NO, "type float"),
     "packed in blocks": (compressed, say_of_weights(strategy="block"), NO, "strategy block"),
     "packed in groups unknown": (compressed, say_of_weights(group_size=None), BAD, "group_size .* is None"),
