@@ -52,7 +52,7 @@ def read_config(directory: Path, allow_remote: bool = False) -> Any:
     if kind not in CONFIG_MAPPING and not (allow_remote and "auto_map" in raw):
         hint = " and wants its own code run (--allow-remote-code)" if "auto_map" in raw else ""
         raise UnsupportedError(f"model type {kind} is unknown to transformers{hint}")
-    if (stored := raw.get("quantization_config")) is not None:
+    if (stored := formats.stated(directory)) is not None:
         formats.reader(stored)
     if raw.get("is_encoder_decoder"):
         raise UnsupportedError(f"model type {kind} is an encoder-decoder; only decoders are compiled")

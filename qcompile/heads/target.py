@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qcompile.checkpoints.configuration import auto_class, context_length, read_config, text_config
-from qcompile.checkpoints.stored.quanto import MAP
+from qcompile.checkpoints.stored import formats
 from qcompile.errors import ResourceError, UnsupportedError, UsageError
 from qcompile.heads.layout import HeadShape, default_layers
 
@@ -34,7 +34,7 @@ class HeadTarget:
         Raises UsageError, UnsupportedError (it is no decoder, or stored quantized), ResourceError (no such device).
         """
         config = read_config(directory)
-        if getattr(config, "quantization_config", None) is not None or (directory / MAP).is_file():
+        if formats.stated(directory) is not None:
             raise UnsupportedError(f"{directory} is quantized: train on the model that it was made from")
         import transformers
 

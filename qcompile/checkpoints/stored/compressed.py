@@ -40,6 +40,7 @@ from qcompile.checkpoints.stored.groups import (
     e2m1_shape,
     forget,
     from_fp8,
+    from_mxfp8,
     groups_of,
     nibbles,
     one_of,
@@ -322,12 +323,6 @@ def _add_plain(checkpoint: StoredCheckpoint, name: str, scheme: CompressedScheme
         return dequantize(inputs, codes.__getitem__, scales.expand(outputs, count), zero, size)
 
     checkpoint.add(name, entry.shape, parts, make)
-
-
-def from_mxfp8(codes: Tensor, exponents: Tensor) -> Tensor:
-    """8-bit floats [n, k], exponents uint8 [n, k / 32], plus 127 -> float32 [n, k]."""
-    powers = torch.exp2(exponents.to(torch.float32) - 127)  # 255 stands for NaN, and becomes infinity
-    return from_fp8(codes, powers, [1, MXFP4.group])
 
 
 _ADD = {PACKED: _add_packed, NVFP4_PACKED: _add_nvfp4, MXFP4_PACKED: _add_mxfp4}

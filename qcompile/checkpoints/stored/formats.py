@@ -26,16 +26,14 @@ from torch import Tensor
 from qcompile.checkpoints.checkpoint import Checkpoint, StoredCheckpoint, read_json
 from qcompile.checkpoints.gguf.files import METHOD
 from qcompile.checkpoints.gguf.tensors import GgufCheckpoint
-from qcompile.checkpoints.stored import quanto
+from qcompile.checkpoints.stored import hqq, modelopt, quanto
 from qcompile.checkpoints.stored.awq import awq
 from qcompile.checkpoints.stored.bitsandbytes import bitsandbytes
 from qcompile.checkpoints.stored.compressed import compressed_tensors
-from qcompile.checkpoints.stored.fp8 import BLOCK_FACTORS, FACTOR, find_fp8, fp8
+from qcompile.checkpoints.stored.fp8 import BLOCK_FACTORS, FACTOR, fp8
 from qcompile.checkpoints.stored.gptq import gptq
 from qcompile.checkpoints.stored.groups import Find
-from qcompile.checkpoints.stored.hqq import hqq
 from qcompile.checkpoints.stored.marlin import marlin
-from qcompile.checkpoints.stored.modelopt import modelopt
 from qcompile.checkpoints.stored.torchao import torchao
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.formats.elements import e2m1_values
@@ -47,19 +45,26 @@ GROUP = 32
 """Inputs that share one power of two in MXFP4."""
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
-    """The checkpoint in `directory`, stored as its configuration says."""
+def stated(directory: Path) -> Any:
+    """What the files of a checkpoint say of how its weights are stored: a `quantization_config`, or None."""
     quantization = read_json(directory / "config.json").get("quantization_config")
     if quantization is None and (directory / quanto.MAP).is_file():
-        quantization = {"quant_method": quanto.METHOD}
+        return {"quant_method": quanto.METHOD}
+    if quantization is None and (directory / modelopt.FILE).is_file():
+        return modelopt.beside(read_json(directory / modelopt.FILE))
+    return quantization
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """The checkpoint in `directory`, stored as its configuration says."""
+    quantization = stated(directory)
     if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
         return GgufCheckpoint(directory)
     if quantization is not None:
-        find = reader(quantization)
-        stored = StoredCheckpoint(directory)
-        find(stored)
-        return stored
+        return _stored(directory, quantization)
     checkpoint = Checkpoint(directory)
+    if any(name.endswith(hqq.CODES) for name in checkpoint):  # hqq's own functions save tensors, which say all
+        return _stored(directory, {"quant_method": hqq.METHOD})
     for name, entry in checkpoint.entries.items():
         factors = next((name + ending for ending in (BLOCK_FACTORS, FACTOR) if name + ending in checkpoint), None)
         if factors and entry.dtype.itemsize == 1:
@@ -71,6 +76,13 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             raise UsageError(
                 f"tensor {name} is packed, and config.json does not say how: its quantization_config is missing"
             )
+    return checkpoint
+
+
+def _stored(directory: Path, quantization: Any) -> StoredCheckpoint:
+    find = reader(quantization)
+    checkpoint = StoredCheckpoint(directory)
+    find(checkpoint)
     return checkpoint
 
 
@@ -123,7 +135,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 _READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "fp8": fp8,
-    "modelopt": functools.partial(modelopt, floats=functools.partial(find_fp8, block=None)),
+    modelopt.METHOD: modelopt.modelopt,
     "mxfp4": lambda quantization: _find_mxfp4,
     "awq": awq,
     "gptq": functools.partial(gptq, tiled=marlin),
@@ -131,7 +143,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "compressed-tensors": compressed_tensors,
     "bitsandbytes": bitsandbytes,
     "torchao": torchao,
-    "hqq": hqq,
+    hqq.METHOD: hqq.hqq,
     quanto.METHOD: quanto.quanto,
     METHOD: lambda quantization: lambda checkpoint: None,
 }

@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 from qcompile.checkpoints.checkpoint import StoredCheckpoint
-from qcompile.checkpoints.stored.groups import ACTIVATIONS, Find, forget, from_fp8
+from qcompile.checkpoints.stored.groups import ACTIVATIONS, Find, forget, from_fp8, longer
 from qcompile.errors import UsageError
 
 BLOCK_FACTORS, FACTOR = "_scale_inv", "_scale"
@@ -43,14 +43,9 @@ def find_fp8(checkpoint: StoredCheckpoint, block: list[int] | None) -> None:
         whole = block is None or factors.endswith(FACTOR)
         sides = list(entry.shape[-2:] if whole else block or ())
         wanted = (*entry.shape[:-2], *(-(-n // side) for n, side in zip(entry.shape[-2:], sides, strict=True)))
-        if not scales.dtype.is_floating_point or _longer(scales.shape) != _longer(wanted):
+        if not scales.dtype.is_floating_point or longer(scales.shape) != longer(wanted):
             stored = f"{scales.dtype} of shape {list(scales.shape)}"
             raise UsageError(f"tensor {factors} is {stored}; floats of shape {list(wanted)} belong there")
         make = functools.partial(from_fp8, block=sides)
         checkpoint.add(name, entry.shape, (name, factors), make)
     forget(checkpoint, ACTIVATIONS)
-
-
-def _longer(shape: tuple[int, ...]) -> list[int]:
-    """The sides of `shape` other than 1: one factor may be stored with several shapes."""
-    return [side for side in shape if side != 1]

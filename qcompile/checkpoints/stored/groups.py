@@ -19,6 +19,8 @@ WORD = 32
 """Bits of the integers that codes are packed in."""
 BAND = 1024
 """Outputs that are unpacked at once, a multiple of those in a word or tile: no second tensor of the weight's size."""
+E8M0_GROUP = 32
+"""Inputs that share a power of two in formats of OCP MX."""
 ACTIVATIONS = (
     ".input_scale",
     ".input_zero_point",
@@ -118,6 +120,12 @@ def from_fp8(codes: Tensor, scales: Tensor, block: list[int]) -> Tensor:
     return value
 
 
+def from_mxfp8(codes: Tensor, exponents: Tensor) -> Tensor:
+    """8-bit floats [n, k], exponents uint8 [n, k / 32], plus 127 -> float32 [n, k]."""
+    powers = torch.exp2(exponents.to(torch.float32) - 127)  # 255 stands for NaN, and becomes infinity
+    return from_fp8(codes, powers, [1, E8M0_GROUP])
+
+
 # ---- checks of what is stored ----------------------------------------------------------------------
 
 
@@ -132,6 +140,11 @@ def require(checkpoint: StoredCheckpoint, name: str, shape: Sequence[int], dtype
     right = entry.dtype.is_floating_point and entry.dtype.itemsize > 1 if dtype is None else entry.dtype == dtype
     if not right or entry.shape != tuple(shape):
         raise UsageError(f"tensor {name} is {entry.dtype} of shape {list(entry.shape)}; {wanted} belongs there")
+
+
+def longer(shape: Sequence[int]) -> list[int]:
+    """The sides of `shape` other than 1: one factor may be stored with several shapes."""
+    return [side for side in shape if side != 1]
 
 
 def forget(checkpoint: StoredCheckpoint, endings: tuple[str, ...]) -> None:

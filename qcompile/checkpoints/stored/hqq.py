@@ -21,6 +21,8 @@ from qcompile.checkpoints.stored.groups import Find, require, require_none_left
 from qcompile.errors import UnsupportedError, UsageError
 
 METHOD = "hqq"
+CODES = ".W_q"
+"""The end of the names of tensors of codes."""
 PACKED = {8: (torch.uint8, 1), 4: (torch.uint8, 2), 3: (torch.int32, 10), 2: (torch.uint8, 4), 1: (torch.uint8, 8)}
 """By bits of a code: the type that codes are packed in, and how many there are in an element."""
 SAID = (
@@ -56,7 +58,7 @@ def hqq(quantization: dict[str, Any]) -> Find:
 
 def _find(checkpoint: StoredCheckpoint) -> None:
     for name in list(checkpoint):
-        stem = name.removesuffix(".W_q")
+        stem = name.removesuffix(CODES)
         if stem != name:
             _add(checkpoint, stem)
     require_none_left(checkpoint, tuple(f".{end}" for end in SAID))

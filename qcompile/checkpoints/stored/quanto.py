@@ -36,6 +36,8 @@ BITS = {"qint4": 4, "qint2": 2}
 """Bits of a code of other types."""
 NONE = "none"
 """The type of weights that are left as they are."""
+_DATA = "._data"
+"""The end of the name of a tensor of codes, twice if they are packed."""
 SCALES = (".input_scale", ".output_scale")
 
 
@@ -45,7 +47,7 @@ def quanto(quantization: dict[str, Any]) -> Find:
 
 
 def _find(checkpoint: StoredCheckpoint) -> None:
-    for module, stated in read_json(checkpoint.directory / MAP).items():
+    for module, stated in _named_as_stored(checkpoint, read_json(checkpoint.directory / MAP)).items():
         if len(module) > MAX_NAME_LETTERS or not module.isprintable():
             raise UsageError(f"{checkpoint.directory / MAP} names a module {shown(module)}, as no tensor is called")
         kind = _kind(checkpoint, module, stated)
@@ -56,6 +58,21 @@ def _find(checkpoint: StoredCheckpoint) -> None:
         for end in SCALES:
             checkpoint.entries.pop(module + end, None)
     require_none_left(checkpoint, (".weight._data", ".weight._data._data", ".weight._scale", ".weight._shift"))
+
+
+def _named_as_stored(checkpoint: StoredCheckpoint, table: dict[str, Any]) -> dict[str, Any]:
+    """What MAP, `table`, says of modules, by their names in the files.
+
+    MAP has the names in the model, and transformers may save other names. Modules without tensors are then those of the
+    files that `table` does not name, and are known if all of them are stored alike.
+    """
+    ends = (f".weight{_DATA}{_DATA}", f".weight{_DATA}")
+    stems = {name.removesuffix(end) for end in ends for name in checkpoint if name.endswith(end)} - table.keys()
+    absent = [module for module in table if not any(module + end in checkpoint for end in (*ends, ".weight"))]
+    if not absent or len(absent) != len(stems) or any(table[module] != table[absent[0]] for module in absent):
+        return table
+    kept = {module: stated for module, stated in table.items() if module not in absent}
+    return {**kept, **dict.fromkeys(sorted(stems), table[absent[0]])}
 
 
 def _kind(checkpoint: StoredCheckpoint, module: str, stated: Any) -> str:

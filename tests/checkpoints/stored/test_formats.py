@@ -122,7 +122,7 @@ def test_fp8_of_other_tools(tmp_path: Path, settings: dict[str, Any]) -> None:
     checkpoint = formats.open_checkpoint(path)
     assert set(checkpoint) == set(plain)
     assert all(torch.equal(checkpoint.load(name), plain[name].float()) for name in plain)
-    with pytest.raises(UnsupportedError, match="modelopt weights with quant_algo w4a8 are not read, only fp8 or nvfp4"):
+    with pytest.raises(UnsupportedError, match="modelopt weights with quant_algo w4a8 are not read, only fp8"):
         formats.reader({"quant_method": "modelopt", "quantization": {"quant_algo": "W4A8"}})
 
 

@@ -36,6 +36,14 @@ def test_the_numbers_are_those_of_hqq(tmp_path: Path) -> None:
         assert digest(checkpoint.load(name)) == expected[name], name
 
 
+def test_a_configuration_that_says_nothing(tmp_path: Path) -> None:
+    """As hqq's own functions save a model: the tensors say how they are stored."""
+    path = folder(tmp_path / "model", load_file(STORED))
+    (path / "config.json").write_text("{}")
+    checkpoint = formats.open_checkpoint(path)
+    assert digest(checkpoint.load("four.weight")) == json.loads((FILES / "hqq.json").read_text())["four.weight"]
+
+
 def put(end: str, *numbers: int) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({f"four.{end}": torch.tensor(numbers, dtype=torch.int32)})
 

@@ -46,6 +46,16 @@ def test_the_numbers_are_those_of_quanto(tmp_path: Path) -> None:
         assert digest(value) == FACTS["sha256"][f"{name}.weight"], name
 
 
+def test_modules_that_are_called_otherwise_in_the_map(tmp_path: Path) -> None:
+    """As transformers saves GPT-NeoX: its head is `embed_out` in the files, `lm_head` in the model and in the map."""
+    table = {("another" if name == "rows" else name): value for name, value in FACTS["map"].items()}
+    checkpoint = formats.open_checkpoint(folder(tmp_path / "model", load_file(STORED), table))
+    assert digest(checkpoint.load("rows.weight")) == FACTS["sha256"]["rows.weight"]
+    table["more"] = table["another"]
+    with pytest.raises(UsageError, match=r"tensor another.weight._data._data is missing"):
+        formats.open_checkpoint(folder(tmp_path / "two", load_file(STORED), table))
+
+
 def test_w8a8_keeps_bytes(tmp_path: Path) -> None:
     """quanto's scales put the largest number of a row at 127, which is where w8_sym_channel puts it."""
     checkpoint = formats.open_checkpoint(folder(tmp_path / "model", load_file(STORED), FACTS["map"]))
