@@ -28,7 +28,7 @@ from qcompile.checkpoints.gguf.files import METHOD
 from qcompile.checkpoints.gguf.tensors import GgufCheckpoint
 from qcompile.checkpoints.stored import hqq, modelopt, quanto
 from qcompile.checkpoints.stored.awq import awq
-from qcompile.checkpoints.stored.bitsandbytes import bitsandbytes
+from qcompile.checkpoints.stored.bitsandbytes import KINDS, STATE, bitsandbytes
 from qcompile.checkpoints.stored.compressed import compressed_tensors
 from qcompile.checkpoints.stored.fp8 import BLOCK_FACTORS, FACTOR, fp8
 from qcompile.checkpoints.stored.gptq import gptq
@@ -39,8 +39,8 @@ from qcompile.errors import UnsupportedError, UsageError
 from qcompile.formats.elements import e2m1_values
 
 BLOCKS, SCALES = "_blocks", "_scales"
-PACKED = (".qweight", ".weight_packed")
-"""Endings of names of tensors that cannot be read without a configuration that says how they are packed."""
+PACKED = (".qweight", ".weight_packed", "_qdata", "._data", ".SCB", *(STATE + kind for kind in KINDS))
+"""Endings of names of tensors of weights that cannot be read without a configuration that says how they are packed."""
 GROUP = 32
 """Inputs that share one power of two in MXFP4."""
 
@@ -73,9 +73,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
                 "quantization_config is missing"
             )
         if name.endswith(PACKED):
-            raise UsageError(
-                f"tensor {name} is packed, and config.json does not say how: its quantization_config is missing"
-            )
+            packed = f"tensor {name} is of a packed weight, and config.json does not say how"
+            raise UsageError(f"{packed}: its quantization_config is missing")
     return checkpoint
 
 

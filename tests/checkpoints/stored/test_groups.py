@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from qcompile.formats import rounding
 from qcompile.formats.registry import weight_format
 from tests.checkpoints.stored.test_formats import Tensors, rewritten, saved
 from tests.support.cases import first
+from tests.support.make_bitsandbytes import FILES
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -759,9 +761,19 @@ def test_refused(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, case: 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("way", "what"), [(gptq, "qweight is packed, "), (eight_bits, "weight has factors beside it")])
+@pytest.mark.parametrize(
+    ("way", "what"), [(gptq, "qweight is of a packed"), (eight_bits, "weight has factors beside it")]
+)
 def test_not_said_how(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, way: Way, what: str) -> None:
     source, tensors = models["llama"]
     path = rewritten(source, tmp_path / "model", way(tensors)[0])
     with pytest.raises(UsageError, match=f"{what}.* quantization_config is missing"):
         formats.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "quanto", "torchao"])
+def test_not_said_how_in_files_of_tools(tmp_path: Path, method: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    shutil.copy(FILES / f"{method}.safetensors", tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"is of a packed weight, and .* quantization_config is missing"):
+        formats.open_checkpoint(tmp_path)
