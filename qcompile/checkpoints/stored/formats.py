@@ -10,6 +10,7 @@ the power of two that the recipe chooses for the group.
   NAME_scales, E8M0 [experts, outputs, groups]; together NAME [experts, inputs, outputs].
 - `awq`, `gptq`, `marlin`, `compressed-tensors`, `bitsandbytes`, `torchao` and `hqq`: see the files of these names.
   `quanto`, too; a file beside the weights says that it is used.
+- `auto-round`: in the way of one of these, see auto_round.py.
 - `gguf`: the folder of a GGUF file, see checkpoints/gguf.
 """
 
@@ -27,6 +28,8 @@ from qcompile.checkpoints.checkpoint import Checkpoint, StoredCheckpoint, read_j
 from qcompile.checkpoints.gguf.files import METHOD
 from qcompile.checkpoints.gguf.tensors import GgufCheckpoint
 from qcompile.checkpoints.stored import hqq, modelopt, quanto
+from qcompile.checkpoints.stored.auto_round import METHOD as AUTO_ROUND
+from qcompile.checkpoints.stored.auto_round import auto_round
 from qcompile.checkpoints.stored.awq import awq
 from qcompile.checkpoints.stored.bitsandbytes import KINDS, STATE, bitsandbytes
 from qcompile.checkpoints.stored.compressed import compressed_tensors
@@ -132,17 +135,19 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return value
 
 
+_gptq = functools.partial(gptq, tiled=marlin)
 _READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "fp8": fp8,
     modelopt.METHOD: modelopt.modelopt,
     "mxfp4": lambda quantization: _find_mxfp4,
     "awq": awq,
-    "gptq": functools.partial(gptq, tiled=marlin),
+    "gptq": _gptq,
     "marlin": marlin,
     "compressed-tensors": compressed_tensors,
     "bitsandbytes": bitsandbytes,
     "torchao": torchao,
     hqq.METHOD: hqq.hqq,
     quanto.METHOD: quanto.quanto,
+    AUTO_ROUND: functools.partial(auto_round, gptq=_gptq, awq=awq, compressed=compressed_tensors),
     METHOD: lambda quantization: lambda checkpoint: None,
 }
