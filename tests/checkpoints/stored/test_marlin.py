@@ -24,6 +24,7 @@ OF_SEVERAL = [first + 8 * second for first in range(8) for second in range(8)]
 """For each of 64 stored scales, the output that it belongs to, if there are several groups."""
 OF_ONE = [2 * first + second for first in range(4) for second in (0, 1, 8, 9, 16, 17, 24, 25)]
 """For each of 32 stored scales, the output that it belongs to, if there is one group."""
+UP = "model.layers.0.mlp.up_proj"
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
 
 
@@ -112,6 +113,15 @@ SAID: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
+    """A folder with a configuration that says nothing, and the tensors of one weight."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("one")
+    (path / "config.json").write_text("{}")
+    return path, {f"{UP}.{end}": part for end, part in written(512, 256, 128)[0].items()}
+
+
+@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors, Tensors]:
     """A model of floats, its tensors with projections stored for Marlin, and the same as numbers."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -132,7 +142,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors, Tens
     return path, stored, plain
 
 
-@pytest.mark.parametrize("said", first(("an older flag",), list(SAID)))
+@pytest.mark.parametrize("said", SAID)
+def test_the_ways_to_say_so(one: tuple[Path, Tensors], tmp_path: Path, said: str) -> None:
+    source, stored = one
+    checkpoint = formats.open_checkpoint(rewritten(source, tmp_path / "model", stored, SAID[said]))
+    assert checkpoint.in_few_bits(f"{UP}.weight")
+
+
+@pytest.mark.exhaustive  # the numbers above are what other tests of formats build of
+@pytest.mark.parametrize("said", SAID)
 def test_the_logits(model: tuple[Path, Tensors, Tensors], tmp_path: Path, said: str) -> None:
     """Under a recipe with groups of 128, which keeps the codes: also as `doctor` says without the weights."""
     source, stored, plain = model
@@ -149,7 +167,6 @@ def test_the_logits(model: tuple[Path, Tensors, Tensors], tmp_path: Path, said: 
 
 # ---- what is refused -------------------------------------------------------------------------------
 
-UP = "model.layers.0.mlp.up_proj"
 Change = Callable[[Tensors, dict[str, Any]], object]
 
 
@@ -168,8 +185,8 @@ REFUSED: dict[str, tuple[Change, type[QCompileError], str]] = {
     "in order of activations": (say(desc_act=True), NO, "marlin weights with desc_act True are not read"),
     "another kernel": (say(checkpoint_format="bitblas"), NO, "only gptq or gptq_v2 or marlin"),
     "a flag that is none": (say(is_marlin_format="no"), NO, "is_marlin_format no are not read"),
-    "groups of other size": (say(group_size=64), BAD, r"down_proj\.s is .*\[4, 256\]; floats of shape \[8, 256\]"),
-    "groups that do not fill": (say(group_size=96), BAD, r"\.B has 512 inputs, which groups of 96 do not fill"),
+    "groups of other size": (say(group_size=64), BAD, rf"{UP}\.s is .*\[2, 512\]; floats of shape \[4, 512\]"),
+    "groups that do not fill": (say(group_size=96), BAD, r"\.B has 256 inputs, which groups of 96 do not fill"),
     "groups unknown": (say(group_size=None), BAD, "group_size of the checkpoint's marlin weights is None"),
     "not said to be": (say(checkpoint_format="gptq"), BAD, r"proj\.B is in Marlin's order: say so in checkpoint_"),
     "no scales": (lambda t, s: t.pop(f"{UP}.s"), BAD, f"tensor {UP}.s is missing from .*: download the file again"),
@@ -188,9 +205,9 @@ REFUSED: dict[str, tuple[Change, type[QCompileError], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(model: tuple[Path, Tensors, Tensors], tmp_path: Path, case: str) -> None:
+def test_refused(one: tuple[Path, Tensors], tmp_path: Path, case: str) -> None:
     change, error, message = REFUSED[case]
-    source, stored, _ = model
+    source, stored = one
     tensors, said = dict(stored), copy.deepcopy(SAID["marlin"])
     change(tensors, said)
     path = rewritten(source, tmp_path / "model", tensors, said)
