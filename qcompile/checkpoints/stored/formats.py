@@ -5,7 +5,7 @@ and later stages see only that tensor. A recipe may then quantize it again. The 
 values of an MXFP4 checkpoint: a group's values are E2M1 numbers under one power of two, so they are representable under
 the power of two that the recipe chooses for the group.
 
-- `fp8`: see fp8.py; `modelopt`: see modelopt.py.
+- `fp8`, `fbgemm_fp8`: see fp8.py; `modelopt`: see modelopt.py.
 - `mxfp4` (gpt-oss): NAME_blocks uint8 [experts, outputs, groups, 16], the earlier of two inputs in the low half, and
   NAME_scales, E8M0 [experts, outputs, groups]; together NAME [experts, inputs, outputs].
 - `awq`, `gptq`, `marlin`, `compressed-tensors`, `bitsandbytes`, `torchao` and `hqq`: see the files of these names.
@@ -138,6 +138,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 _gptq = functools.partial(gptq, tiled=marlin)
 _READERS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "fp8": fp8,
+    "fbgemm_fp8": fp8,
     modelopt.METHOD: modelopt.modelopt,
     "mxfp4": lambda quantization: _find_mxfp4,
     "awq": awq,

@@ -2,6 +2,8 @@
 
 - `fp8`: NAME of 8-bit floats and NAME_scale_inv, a factor for each block of `weight_block_size` rows and columns, the
   last ones short, or for the whole weight. AutoFP8 has NAME_scale, a factor for the whole weight.
+- `fbgemm_fp8` (huggingface/transformers, integrations/fbgemm_fp8.py): NAME and NAME_scale [outputs, 1], a factor for
+  each output.
 
 Scales of activations and of the cache that are stored beside them round these, which the recipe decides.
 """
@@ -41,7 +43,8 @@ def find_fp8(checkpoint: StoredCheckpoint, block: list[int] | None) -> None:
         if len(entry.shape) < 2:
             raise UsageError(f"tensor {name} of 8-bit floats has shape {list(entry.shape)}; matrices are read")
         whole = block is None or factors.endswith(FACTOR)
-        sides = list(entry.shape[-2:] if whole else block or ())
+        rows = whole and scales.shape[-2:] == (entry.shape[-2], 1)
+        sides = [1, entry.shape[-1]] if rows else list(entry.shape[-2:] if whole else block or ())
         wanted = (*entry.shape[:-2], *(-(-n // side) for n, side in zip(entry.shape[-2:], sides, strict=True)))
         if not scales.dtype.is_floating_point or longer(scales.shape) != longer(wanted):
             stored = f"{scales.dtype} of shape {list(scales.shape)}"

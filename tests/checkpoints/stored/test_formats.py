@@ -126,6 +126,20 @@ def test_fp8_of_other_tools(tmp_path: Path, settings: dict[str, Any]) -> None:
         formats.reader({"quant_method": "modelopt", "quantization": {"quant_algo": "W4A8"}})
 
 
+def test_fp8_by_output(tmp_path: Path) -> None:
+    """As Meta published Llama 3.1 405B: projections with a factor for each output, others as they are."""
+    torch.manual_seed(0)
+    codes, scales = torch.randn(6, 40).to(torch.float8_e4m3fn), torch.rand(6, 1)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text("{}")
+    stored = {"a.weight": codes, "a.weight_scale": scales, "b.weight": torch.ones(2, 2)}
+    settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["b"]}
+    checkpoint = formats.open_checkpoint(rewritten(tmp_path / "source", tmp_path / "model", stored, settings))
+    assert set(checkpoint) == {"a.weight", "b.weight"}
+    for output in range(6):
+        assert torch.equal(checkpoint.load("a.weight")[output], codes[output].float() * scales[output])
+
+
 def as_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
     """Experts of random codes, and as transformers reads them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
