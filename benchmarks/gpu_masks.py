@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import qcompile
 from benchmarks.gpu_common import facts
 from qcompile import LLM, SamplingParams
+from qcompile.runtime.cuda.background import BackgroundCall
 from qcompile.runtime.cuda.masks import DeviceMasks
 from qcompile.runtime.cuda.memory import PinnedNumbers
 from qcompile.runtime.engine.postprocess import Postprocessor
@@ -116,7 +117,8 @@ def phases_of(llm: LLM) -> Phases:
     ]
     if engine.overlaps:
         functions += [(engine.executor, "start", "queue"), (DeviceMasks, "want", "want")]
-        functions += [(DeviceMasks, "_fill_all", "fill"), (PinnedNumbers, "begin", "wait")]
+        functions += [(DeviceMasks, "begin", "begin masks"), (DeviceMasks, "send", "end masks")]
+        functions += [(BackgroundCall, "wait", "wait for masks"), (PinnedNumbers, "begin", "wait")]
     else:
         functions += [(engine.executor, "step", "wait"), (engine.executor, "decode", "wait")]
         functions += [(GrammarState, "fill", "fill"), (GrammarState, "allows", "fill")]

@@ -8,6 +8,7 @@ work, at the mean context; "waiting" is
 `generate` where the host waits for each step before it does anything else; "http" streams to clients of another
 process, each with its own connection. "varied" are two requests for each place of 16 to 300 tokens and 64 to 512
 tokens of output, so that one ends and another begins every few steps; tokens of output count.
+"queued_ms" and "captured_ms" are the host's time to queue a step launch by launch, and to capture it as a graph.
 """
 
 from __future__ import annotations
@@ -107,6 +108,29 @@ def generated(llm: Any, batch: int, varied: bool = False) -> float:
     return best
 
 
+def queueing(executor: Any, batch: int) -> dict[str, float]:
+    """Milliseconds of the host for a step of `batch` rows, the least of five: queued launch by launch, and captured."""
+    from benchmarks.gpu_e2e import sequences
+
+    counts, launcher = executor.fill(sequences(executor, batch, PROMPT, 1)), executor.launcher
+    launches = executor.plan["launches"]
+    queueing_ms, capture_ms = list[float](), list[float]()
+    for _ in range(6):
+        began = time.perf_counter()
+        launcher.launch(launches, counts)
+        queued = time.perf_counter()
+        executor.driver.synchronize()
+        captured = time.perf_counter()
+        with executor.driver.captured() as graph:
+            for _, call in launcher.prepare(launches, counts):
+                call.run()
+        ended = time.perf_counter()
+        executor.driver.drop(graph[0])
+        queueing_ms.append(1e3 * (queued - began))
+        capture_ms.append(1e3 * (ended - captured))
+    return {"queued_ms": min(queueing_ms), "captured_ms": min(capture_ms)}
+
+
 def measure(recipe: str, folder: Path, batches: tuple[int, ...]) -> list[dict[str, Any]]:
     """The rates of each batch."""
     from tokenizers import Tokenizer, models
@@ -122,6 +146,7 @@ def measure(recipe: str, folder: Path, batches: tuple[int, ...]) -> list[dict[st
     for batch in batches:
         row: dict[str, Any] = {"recipe": recipe, "batch": batch}
         row["executor"] = decode_rate(opened.target, batch, PROMPT + OUTPUT // 2)
+        row |= queueing(opened.target, batch)
         llm = LLM(opened.target, {"model": {"eos_token_ids": []}}, tokenizer, batch, remember=0)
         row |= {"generate": generated(llm, batch), "varied": generated(llm, batch, varied=True)}
         llm.engine.overlaps = False

@@ -286,8 +286,8 @@ MUTATIONS = (
     Mutation(
         "penalties do not note what an executor chose",
         "runtime/sampling/sampling.py",
-        "for token in tokens if self._noted or self.grammar or self.params.bans else ():",
-        "for token in ():",
+        "self._notes = self._noted is not None or grammar is not None or params.bans",
+        "self._notes = False",
         "tests/runtime/sampling/test_penalties.py",
     ),
     Mutation(

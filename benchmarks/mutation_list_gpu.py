@@ -164,6 +164,13 @@ GPU_MUTATIONS = (
         "tests/codegen/gpu/test_masks.py -k rows",
     ),
     Mutation(
+        "masks that need a correction are taken for usual ones",
+        "runtime/cuda/masks.py",
+        "self._words, not told[index])",
+        "self._words, True)",
+        "tests/codegen/gpu/test_masks.py -k goes_on",
+    ),
+    Mutation(
         "a GPU's step reads the masks of the step before",
         "runtime/cuda/launching.py",
         "            masks()\n            self.run_part(counts, feed_back, _FROM_MASKS, 1)\n",
@@ -285,8 +292,8 @@ GPU_MUTATIONS = (
     Mutation(
         "the inputs of a step overwrite those of the one before, which may not be read yet",
         "runtime/cuda/executor.py",
-        "self._turn = 1 - self._turn",
-        "self._turn = 1",
+        "turn = 1 - self._turn",
+        "turn = 1",
         f"{CUDA} -k in_turn",
     ),
     Mutation(
@@ -320,8 +327,8 @@ GPU_MUTATIONS = (
     Mutation(
         "memory for tokens is used again before they are read",
         "runtime/cuda/executor.py",
-        "for turn in (self._turn,) if behind else",
-        "for turn in () if behind else",
+        "        self._started.wait_for(turn)\n",
+        "",
         f"{CUDA} -k in_turn",
     ),
     Mutation(

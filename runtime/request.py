@@ -211,16 +211,13 @@ class Request:
     metrics: RequestMetrics
     stream: StreamState
     drafts: SpeculationState = field(default_factory=SpeculationState)
+    id: int = field(init=False)
+    """The number of the request, unique in its engine: that of `spec`, which each step asks several times."""
+    params: SamplingParams = field(init=False)
+    """The sampling parameters that the caller asked for, those of `spec`."""
 
-    @property
-    def id(self) -> int:
-        """The number of the request, unique in its engine."""
-        return self.spec.id
-
-    @property
-    def params(self) -> SamplingParams:
-        """The sampling parameters that the caller asked for."""
-        return self.spec.params
+    def __post_init__(self) -> None:
+        self.id, self.params = self.spec.id, self.spec.params
 
     @property
     def call_length(self) -> int:

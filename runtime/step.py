@@ -161,13 +161,14 @@ class StepExecutor(Protocol):
 
         A second step may be started before the first is waited for. In its rows, token -1 - i stands for the token of
         output i of the first step (or for token 0, if that output is not finite). Any other call waits for both steps.
-        The masks of such a step are asked for by `send_masks`.
+        The masks of such a step are asked for by `begin_masks`.
         """
 
-    def send_masks(self) -> None:
+    def begin_masks(self) -> None:
         """Ask for the masks of the second step, if they follow from tokens of the first, which grammars know by now.
 
-        Does nothing if no step lacks masks. Any other call of the executor, and the wait for that step, does the same.
+        Threads may go on to compute them. Until the next call of the executor, or the wait for that step,
+        which wait for these threads, no grammar of that step may be used.
         """
 
     def profile(self, on: bool) -> None:

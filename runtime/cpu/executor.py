@@ -417,7 +417,7 @@ class Executor:
         self._given = chosen[len(chosen) - sum(row.outputs for row in rows) :]
         return lambda: chosen
 
-    def send_masks(self) -> None:
+    def begin_masks(self) -> None:
         """No step lacks masks: `start` has run it."""
 
     def copy_state(self, source: int, target: int) -> None:

@@ -107,9 +107,7 @@ class CudaExecutor:
 
     def join(self, rank: int, peers: list[int], failed: int, ranks: OtherRanks | None = None) -> None:
         """Be rank `rank` of a divided model, with the peer memory of all ranks and a word that says if one has failed.
-
-        Rank 0 has the other processes, `ranks`, repeat its steps from now on.
-        """
+        Rank 0 has the other processes, `ranks`, repeat its steps from now on."""
         self.memory.rank, self.memory.peers, self._failed = rank, peers, failed
         self.ranks = ranks
         if ranks:
@@ -134,11 +132,15 @@ class CudaExecutor:
             raise UsageError("the model is closed: load it again")
         if self.ranks:
             self.ranks.check()
-        self.send_masks()
-        self._turn = 1 - self._turn
-        for turn in (self._turn,) if behind else (self._turn, 1 - self._turn):
-            self._started.wait_for(turn)
-        written = self.inputs.write(sequences, ahead, self._turn)
+        self.driver.use()
+        turn = 1 - self._turn
+        self._started.wait_for(turn)
+        written = self.inputs.write(sequences, ahead, turn)
+        self._started.send_masks()  # other threads may have computed them until here
+        if not behind:
+            self._started.wait_for(self._turn)
+        self._turn = turn
+        self.inputs.send(turn)
         masked = self._masks.want(sequences, sampling)
         if self._masks.lacks_room or self._sampling.lacks_room(sampling):
             self.launcher.forget()
@@ -182,8 +184,8 @@ class CudaExecutor:
         self._run(counts, False, 1)
         outputs = counts["outputs"]
         if outputs and logits:
-            size = 4 * self.limits.vocab * outputs
-            self.driver.download(self._logits.ctypes.data, self.memory.results["logits"], size, pinned=False)
+            given, size = self.memory.results["logits"], 4 * self.limits.vocab * outputs
+            self.driver.download(self._logits.ctypes.data, given, size, pinned=False)
         return self._fetch("argmax", outputs, last=True)(), self._logits[:outputs] if logits else None
 
     def _step_hidden(self, sequences: Sequence[Rows]) -> FloatArray:
@@ -193,10 +195,9 @@ class CudaExecutor:
         return read_hidden(self.driver, self.memory, self.plan["hidden"], counts["outputs"])
 
     def decode(self, sequences: Sequence[Rows], steps: int, sampling: Sequence[SamplingInputs] = ()) -> list[int]:
-        """`steps` tokens for each sequence (one row each), fed back on the GPU.
+        """`steps` tokens for each sequence (one row each), fed back on the GPU, as [steps, sequences], flattened.
 
-        The pages must have room for all of them. Returns [steps, sequences], flattened.
-        """
+        The pages must have room for all of them."""
         counts = self.fill(sequences, steps, sampling)
         each = max(1, min(steps, (self.memory.rows if self.features else MOST_DECODED) // counts["tokens"]))
         tokens: list[int] = []
@@ -219,7 +220,7 @@ class CudaExecutor:
         """Queue `decode`, or with one step `step`. Returns a function that waits for its tokens.
 
         Where a token is negative, -1 - i, a kernel replaces it by output i of what was queued before. If the step has
-        masks, they follow from that output: `send_masks` queues what reads them.
+        masks, they follow from that output: `begin_masks` has them computed.
         """
         assert steps * len(sequences) <= MOST_DECODED  # as all multi-step decodes of an engine are
         several, reports = steps > 1, any(inputs.reports is not None for inputs in sampling)
@@ -238,10 +239,11 @@ class CudaExecutor:
             self._run(counts, several, steps)
         return self._started.add(self._turn, rest, partial(self._fetch, *results, last=True))
 
-    def send_masks(self) -> None:
-        """Write the masks of the step that `start` has queued last, if it lacks them, and queue what reads them."""
+    def begin_masks(self) -> None:
+        """Begin to write the masks that a step of `start` lacks. If no thread computes any, what reads them is queued."""
         self.driver.use()
-        self._started.send_masks()
+        if self._started.lacks_masks and not self._masks.begin():
+            self._started.send_masks()
 
     def _run(self, counts: Counts, feed_back: bool, times: int) -> None:
         """Queue `times` steps. Their masks are written while the GPU computes what is before them."""

@@ -75,7 +75,7 @@ class StepInputs:
         return self._address + 4 * self._offsets[name] if name in self._offsets else None
 
     def write(self, sequences: Sequence[Rows], ahead: int, turn: int) -> Written:
-        """Write a step's rows to host copy `turn`, and queue its copy to the GPU.
+        """Write a step's rows to host copy `turn`, which `send` sends to the GPU.
 
         Sequences may advance `ahead` positions before the next call. Keys and values past a sequence's pages go to
         spare pages. Bf16 entries of a ring and quantized ones have different spare pages: codes read as bf16 may be
@@ -108,16 +108,19 @@ class StepInputs:
             host[self._offsets[name] : self._offsets[name] + len(items)] = items
         self._write_pages(host, sequences, need, stride)
         self._written = self._offsets["block_table"] + len(sequences) * stride
-        self._hosts[turn].send(self._address, self._written)
         adapted = starts[-1] if any(adapters) else 0
         return Written(starts[-1], len(values["output_rows"]), stride, max(lengths), decoding, prompts, adapted)
+
+    def send(self, turn: int) -> None:
+        """Queue a copy to the GPU of what the last `write` has put into host copy `turn`."""
+        self._hosts[turn].send(self._address, self._written)
 
     def content(self, turn: int) -> memoryview:
         """The bytes that the last `write` has put into host copy `turn`."""
         return self._hosts[turn].content(self._written)
 
     def receive(self, content: memoryview, turn: int) -> None:
-        """Do what `write` did in another process, which has returned this `content`."""
+        """Do what `write` and `send` did in another process, which has returned this `content`."""
         self._hosts[turn].receive(content, self._address)
 
     def _certain(self, rows: Rows) -> int:

@@ -14,6 +14,12 @@ from qcompile.runtime.cuda.memory import DeviceMemory
 from qcompile.runtime.cuda.profile import LaunchTimes
 
 _MAX_GRAPHS = 64
+GRAPH_FROM = 6
+"""Steps with the same counts before a graph is captured, which takes 2.1 to 2.5 times as long as to queue one step
+(benchmarks/gpu_serving.py). While requests come and go, few counts come again, and the host queues launches while the
+GPU computes those before: graphs of all counts that came twice were captured four times as often."""
+_MOST_SEEN = 4096
+"""Most counts that are remembered without a graph."""
 _WHOLE, _BEFORE_MASKS, _FROM_MASKS, BEFORE_HEAD = PARTS
 Addresses = Mapping[tuple[str, str], int]
 """Addresses by kind and name of an operand (codegen/gpu/operands.py)."""
@@ -42,7 +48,7 @@ class Launcher:
         self._memory, self._address_of = memory, address_of
         self.graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
         self._prepared: dict[int, _Prepared] = {}
-        self._seen: set[tuple[Any, ...]] = set()
+        self._seen: dict[tuple[Any, ...], int] = {}  # steps queued launch by launch, by their counts
         self.profile: LaunchTimes | None = None
         self.published: Callable[[Counts, bool, str, int], None] | None = None
         """Called with what runs, before it is queued: what the other processes of a divided model repeat."""
@@ -74,7 +80,7 @@ class Launcher:
             self.profile.forget()
 
     def run(self, counts: Counts, feed_back: bool, times: int = 1, masks: Callable[[], object] | None = None) -> None:
-        """Queue `times` steps: as a graph if these counts were seen before or repeat now, else launch by launch.
+        """Queue `times` steps: as a graph if these counts were seen often enough (GRAPH_FROM), else launch by launch.
 
         masks: called when all launches before those that read masks are queued, to write the masks of a single step.
         """
@@ -99,9 +105,10 @@ class Launcher:
             self.published(counts, feed_back, part, times)
         key = (*counts.values(), feed_back, part)
         graph = self.graphs.get(key)
-        again = times > 1 or key in self._seen
+        seen = self._seen.get(key, 0) + times
         short = counts["queries"] <= self._plan["most_queries"]  # counts of long steps rarely repeat
-        if graph is None and again and short and self.profile is None:
+        if graph is None and seen >= GRAPH_FROM and short and self.profile is None:
+            self._seen.pop(key, None)
             graph = self._capture(key, counts, self._launches(feed_back, part))
         if graph is not None and self.profile is None:
             self.graphs.move_to_end(key)
@@ -109,7 +116,9 @@ class Launcher:
                 self._driver.replay(graph)
             return
         if short:
-            self._seen.add(key)
+            if len(self._seen) >= _MOST_SEEN:
+                self._seen.clear()
+            self._seen[key] = seen
         for _ in range(times):
             if self.profile is None:
                 self.launch(self._launches(feed_back, part), counts)

@@ -1,24 +1,31 @@
 """Masks of tokens that grammars exclude, for a step on a GPU (codegen/gpu/masks.py).
 
-The host writes them while the GPU computes the step's logits.
+The host writes them while the GPU computes the step's logits. Threads of llguidance compute most of them, meanwhile the
+host goes on with its other work.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
+
+from qcompile.runtime.cuda.background import BackgroundCall
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.cuda.memory import MirroredNumbers
 from qcompile.runtime.sampling.inputs import SamplingInputs
-from qcompile.runtime.sampling.masks import Grammar, GrammarState, Together, mask_words
+from qcompile.runtime.sampling.masks import Grammar, GrammarState, Together, mask_words, unusual
 from qcompile.runtime.step import Rows
 
 _FEWEST = 4
-"""Masks that are worth a lexer of their own: as a rule each takes 10 to 100 us."""
-_MOST_LEXERS = 8
+"""Masks that are worth a lexer of their own, or that the host does not wait for: as a rule each takes 10 to 100 us."""
+_MOST_LEXERS = 16
 """Most lexers of a grammar: each takes the time of a compilation and memory of its own."""
 
 
@@ -34,6 +41,8 @@ class DeviceMasks:
         self._wanted: list[tuple[GrammarState, list[int]]] = []
         self._numbers: MirroredNumbers | None = None
         self._sent: Any = None
+        self._background = BackgroundCall()
+        self._begun: _Begun | None = None
 
     @property
     def address(self) -> int:
@@ -42,6 +51,7 @@ class DeviceMasks:
 
     def want(self, sequences: Sequence[Rows], sampling: Sequence[SamplingInputs]) -> bool:
         """Note which masks a step needs. Returns whether it needs any."""
+        self._forget()
         self._starts, self._wanted = [], []
         if any(inputs.masks for inputs in sampling):
             for rows, inputs in zip(sequences, sampling, strict=True):
@@ -54,12 +64,14 @@ class DeviceMasks:
         """Note the mask of a row that is `after` positions after the first. Returns where it begins."""
         if not inputs.masks or after < 0:
             return 0
-        later = list(inputs.masks.ahead[:after]) + [0] * (after - len(inputs.masks.ahead))
-        for position, token in enumerate(rows.tokens, rows.start - inputs.first - 1):
-            if 0 <= position < after:
-                later[position] = token
+        later: list[int] = []
+        if after:
+            later = list(inputs.masks.ahead[:after]) + [0] * (after - len(inputs.masks.ahead))
+            for position, token in enumerate(rows.tokens, rows.start - inputs.first - 1):
+                if 0 <= position < after:
+                    later[position] = token
         self._wanted.append((inputs.masks.grammar, later))
-        return self._rows + (len(self._wanted) - 1) * self._words
+        return self._items(len(self._wanted) - 1)
 
     @property
     def lacks_room(self) -> bool:
@@ -75,17 +87,36 @@ class DeviceMasks:
         if self.lacks_room:
             items = self._items(1 << (len(self._wanted) - 1).bit_length())
             numbers = MirroredNumbers(self._driver, items, 4, "masks of tokens")
-            self.free()
+            self._free_numbers()
             self._numbers, self._sent = numbers, self._driver.event()
 
-    def send(self) -> None:
-        """Write the noted masks, and queue their copy to the GPU."""
+    def begin(self) -> bool:
+        """Begin to compute the noted masks, which `send` ends. Returns whether other threads compute some meanwhile."""
+        if self._begun is not None:
+            return self._background.busy
         assert self._numbers is not None
         self._driver.wait_for(self._sent)  # what was sent before may be on its way
         address = self._numbers.host_address
         starts: Any = (ctypes.c_int32 * len(self._starts)).from_address(address)
         starts[:] = self._starts
-        self._fill_all(address)
+        new, known = self._divided()
+        self._spread(new)
+        self._begun = _Begun(known)
+        self._begin_some(new)
+        return self._background.busy
+
+    def send(self) -> None:
+        """Write the noted masks, and queue their copy to the GPU."""
+        if self._begun is None:
+            self.begin()
+        assert self._begun is not None and self._numbers is not None
+        while self._begun.states:
+            self._end_some()
+            self._begin_some(self._begun.left)
+        for index in self._begun.known:
+            state, ahead = self._wanted[index]
+            state.fill(ahead, self._place(index), self._words)
+        self._begun = None
         self._numbers.send(self._items(len(self._wanted)))
         self._driver.record(self._sent)
 
@@ -100,7 +131,7 @@ class DeviceMasks:
         if items > (self._numbers.items if self._numbers else 0):
             forget()
             numbers = MirroredNumbers(self._driver, 1 << (items - 1).bit_length(), 4, "masks of tokens")
-            self.free()
+            self._free_numbers()
             self._numbers, self._sent = numbers, self._driver.event()
         assert self._numbers is not None
         self._driver.wait_for(self._sent)
@@ -108,33 +139,50 @@ class DeviceMasks:
         self._numbers.send(items)
         self._driver.record(self._sent)
 
-    def _fill_all(self, address: int) -> None:
-        """Write the noted masks into the array at `address`."""
-        new, known = self._divided()
-        self._spread(new)
-        while new:
-            new = self._fill_some(new, address)
-        for index in known:
-            state, ahead = self._wanted[index]
-            state.fill(ahead, address + 4 * self._items(index), self._words)
+    def _place(self, index: int) -> int:
+        """Address of a noted mask in the host's memory."""
+        assert self._numbers is not None
+        return self._numbers.host_address + 4 * self._items(index)
 
-    def _fill_some(self, masks: Sequence[int], address: int) -> list[int]:
-        """Compute these masks together, but one of each text. Returns the others: a matcher is at one place."""
-        began: dict[GrammarState, int] = {}
+    def _begin_some(self, masks: Sequence[int]) -> None:
+        """Begin to compute these masks together, but one of each text: a matcher is at one place."""
+        assert self._begun is not None
+        states: dict[GrammarState, int] = {}
         left: list[int] = []
         asked: dict[Together, list[tuple[Any, int]]] = {}
+        first, size = self._place(0), 4 * self._words
         for index in masks:
             state, ahead = self._wanted[index]
-            if state in began:
+            if state in states:
                 left.append(index)
-            elif (matcher := state.begin(ahead, address + 4 * self._items(index), self._words)) is not None:
-                began[state] = index
+            elif (matcher := state.begin(ahead, first + index * size, self._words)) is not None:
+                states[state] = index
                 asked.setdefault(state.grammar.together, []).append((matcher, index))
-        for together, matchers in asked.items():
-            together(matchers, address + 4 * self._rows, 4 * self._words, len(self._wanted))
-        for state, index in began.items():
-            state.end(self._wanted[index][1], address + 4 * self._items(index), self._words)
-        return left
+        self._begun.states, self._begun.left = states, left
+        if states:
+            self._begun.call = partial(_compute, asked, first, size, len(self._wanted))
+            if len(states) >= _FEWEST:
+                self._background.begin(self._begun.call)
+
+    def _end_some(self) -> None:
+        """Have the masks computed that were begun last."""
+        assert self._begun is not None
+        if self._background.busy:
+            self._background.wait()
+        else:
+            self._begun.call()
+        first, size = self._place(0), 4 * self._words
+        masks: Any = (ctypes.c_uint32 * (len(self._wanted) * self._words)).from_address(first)
+        written = np.ctypeslib.as_array(masks).reshape(-1, self._words)
+        told = unusual(written, frozenset().union(*(state.grammar.eos for state in self._begun.states))).tolist()
+        for state, index in self._begun.states.items():
+            state.end(self._wanted[index][1], first + index * size, self._words, not told[index])
+
+    def _forget(self) -> None:
+        """Forget masks that were begun for a step that has failed."""
+        self._begun = None
+        with suppress(Exception):
+            self._background.wait()
 
     def _divided(self) -> tuple[list[int], list[int]]:
         """The noted masks that have to be computed, and those that are known, or are once these are computed."""
@@ -168,11 +216,33 @@ class DeviceMasks:
                     counts[state.lexer] += 1
 
     def free(self) -> None:
-        """Free the memory on both sides."""
+        """Free the memory on both sides, and end the thread."""
+        self._background.close()
+        self._begun = None
+        self._free_numbers()
+
+    def _free_numbers(self) -> None:
         if self._numbers:
             self._numbers.free()
             self._driver.drop_event(self._sent)
             self._numbers = self._sent = None
+
+
+@dataclass(slots=True)
+class _Begun:
+    """Masks that were begun: those that are known, or are once others are computed, `known`. call: computes those of
+    `states`, which follow from the texts of these; `left` come after them, as they are of the same texts."""
+
+    known: list[int]
+    states: dict[GrammarState, int] = field(default_factory=dict)
+    left: list[int] = field(default_factory=list)
+    call: Callable[[], None] = lambda: None
+
+
+def _compute(asked: Mapping[Together, Sequence[tuple[Any, int]]], address: int, size: int, room: int) -> None:
+    """Compute masks, given by how they are computed together. The other parameters are those of `Together`."""
+    for together, matchers in asked.items():
+        together(matchers, address, size, room)
 
 
 def _cores() -> int:

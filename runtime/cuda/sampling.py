@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ _FIRST_ROOM = 1 << 16
 """Numbers for which there is room in the lists of tokens at first."""
 _FIRST_REPORTS = 1 << 10
 """Numbers for which there is room in the reports at first."""
+_DRAWN = ("temperature", "top_p", "min_logit", "top_k", "first")
+"""The options that have the names of fields of SamplingInputs."""
 _COUNTS = ("sampled", "top_k", "top_p", "biased", "penalized", "masked", "reported", "kept")
 """Counts of the launches that sample."""
 _NO_REPORTS = empty_reports(0, 0)
@@ -39,6 +42,9 @@ class DeviceSampling:
         self._driver, self._first = driver, _OPTIONS * sequences
         self._numbers = MirroredNumbers(driver, self._first + MOST_DRAWS, 8, "random numbers")
         self._host: Any = (ctypes.c_double * self._numbers.items).from_address(self._numbers.host_address)
+        names = [(name, np.float64) for name in GpuSamplingOptions._fields]
+        options = memoryview(self._host).cast("B")[: 8 * self._first]
+        self._options: Any = np.frombuffer(options, np.dtype(names))
         self._wanted: list[DoubleArray] = []
         self._sent = driver.event()
         self._items = 0, 0
@@ -106,8 +112,11 @@ class DeviceSampling:
         if not all(inputs.plain for inputs in sampling):
             self._driver.wait_for(self._sent)  # what was sent before may be on its way
             ends = GpuSamplingOptions(uniforms_at=self._first)
-            for index, inputs in enumerate(sampling):
-                ends = self._write_sequence(index, inputs, ends)
+            if not any(inputs.lists for inputs in sampling):
+                ends = self._write_draws(sampling)
+            else:
+                for index, inputs in enumerate(sampling):
+                    ends = self._write_sequence(index, inputs, ends)
             known = int(ends.known_through)
             self._numbers.send(int(ends.uniforms_at))
             if ends.listed_at:
@@ -142,8 +151,6 @@ class DeviceSampling:
         `ends` has the places that the sequences before it leave free, as has the result: `uniforms_at` in the numbers
         (options included), `listed_at` in the lists, `reports_at` in the reports, and `known_through`.
         """
-        if not (inputs.penalties or inputs.bias or inputs.known) and inputs.reports is None:
-            return self._write_draws(index, inputs, ends)
         reports = inputs.reports if inputs.reports is not None else _NO_REPORTS
         options = GpuSamplingOptions(
             inputs.temperature,
@@ -182,28 +189,22 @@ class DeviceSampling:
             known_through=options.known_through,
         )
 
-    def _write_draws(self, index: int, inputs: SamplingInputs, ends: GpuSamplingOptions) -> GpuSamplingOptions:
-        """`_write_sequence` without lists and reports, which takes half the time: while a step with masks runs, the
-        host writes the next one."""
-        at, count = int(ends.uniforms_at), len(inputs.uniforms)
-        temperature, top_p, min_logit, top_k, first = inputs[:5]
-        self._host[_OPTIONS * index : _OPTIONS * (index + 1)] = GpuSamplingOptions(
-            temperature,
-            top_p,
-            min_logit,
-            top_k,
-            first,
-            at - self._first,
-            count,
-            reports_at=ends.reports_at,
-            known_at=ends.listed_at,
-            known_through=ends.known_through,
-            masked=inputs.masks is not None,
-        )
-        if not count:
-            return ends
-        self._host[at : at + count] = inputs.uniforms
-        return ends._replace(uniforms_at=at + count)
+    def _write_draws(self, sampling: Sequence[SamplingInputs]) -> GpuSamplingOptions:
+        """`_write_sequence` for all sequences of a call without lists and reports, an option of all at a time: while a
+        step with masks runs, the host writes the next one."""
+        fields: Any = zip(*sampling, strict=True)
+        columns: Any = SamplingInputs(*fields)
+        counts = list(map(len, columns.uniforms))
+        starts = list(accumulate(counts, initial=0))
+        options = self._options[: len(sampling)]
+        options.fill(0)
+        for name in _DRAWN:
+            options[name] = getattr(columns, name)
+        options["uniforms_at"], options["uniforms"] = starts[:-1], counts
+        options["masked"] = [masks is not None for masks in columns.masks]
+        drawn: list[float] = list(chain.from_iterable(columns.uniforms))
+        self._host[self._first : self._first + len(drawn)] = drawn
+        return GpuSamplingOptions(uniforms_at=self._first + starts[-1])
 
     def fetch(self) -> None:
         """Queue a copy to the host of the reports that the last call asked for."""
@@ -239,19 +240,18 @@ def _all_greedy(sampling: Sequence[SamplingInputs]) -> bool:
 
 def _counts(sampling: Sequence[SamplingInputs], outputs: int, known: int) -> dict[str, int]:
     """The counts of the launches that sample a step of `outputs` rows of logits, `known` of them of known tokens."""
+    reporting = [inputs for inputs in sampling if inputs.reports is not None]
     on = {
-        "sampled": any(inputs.temperature for inputs in sampling),
-        "top_k": any(inputs.top_k for inputs in sampling),
-        "top_p": any(inputs.top_p < 1 for inputs in sampling),
-        "biased": any(inputs.bias for inputs in sampling),
-        "penalized": any(inputs.penalties for inputs in sampling),
-        "masked": any(inputs.masks for inputs in sampling),
-        "reported": any(inputs.reports is not None for inputs in sampling),
+        "sampled": any([inputs.temperature for inputs in sampling]),  # noqa: C419 - half a generator's time, as below
+        "top_k": any([inputs.top_k for inputs in sampling]),  # noqa: C419
+        "top_p": min([inputs.top_p for inputs in sampling]) < 1,
+        "biased": any([inputs.bias for inputs in sampling]),  # noqa: C419
+        "penalized": any([inputs.penalties for inputs in sampling]),  # noqa: C419
+        "masked": any([inputs.masks for inputs in sampling]),  # noqa: C419
+        "reported": bool(reporting),
     }
     # A power of two, as the launches that know the memory of kept rows are dropped where it grows.
-    changed = any(
-        (inputs.bias or inputs.penalties or inputs.masks) and inputs.reports is not None for inputs in sampling
-    )
+    changed = any(inputs.bias or inputs.penalties or inputs.masks for inputs in reporting)
     rows = 1 << (outputs - known - 1).bit_length() if changed and outputs > known else 0
     return {**{name: outputs if some else 0 for name, some in on.items()}, "kept": rows}
 

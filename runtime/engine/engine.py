@@ -156,7 +156,7 @@ class Engine:
 
     def _marks(self, params: SamplingParams) -> dict[int, str]:
         """The texts of special tokens in the request's stop texts; none if special tokens have text as others do."""
-        if not params.skip_special_tokens:
+        if not (params.stops and params.skip_special_tokens):  # some tokenizers have thousands of special tokens
             return {}
         return {token: text for token, text in self._special.items() if any(text in stop for stop in params.stops)}
 
@@ -202,7 +202,7 @@ class Engine:
         """
         second = self.runner.start(self._pending) if self._pending else None
         self._finish_pending()
-        self.executor.send_masks()
+        self.executor.begin_masks()
         self._pending = second or (self.runner.start(None) if self.overlaps else None)
         updates, self._unpublished = self._unpublished, []
         grown = self._publish(updates)

@@ -44,11 +44,15 @@ class StepPlan:
             start = sequence.computed + sequence.pending_rows
             end = start + count
             tokens = sequence.tokens[start:end] or [-1 - sequence.pending_output]
-            known, outputs = output_rows(request, count)
+            if request.prompt_report.complete:
+                known, outputs = 0, int(count == sequence.uncomputed)
+            else:
+                known, outputs = output_rows(request, count)
+            certain = EVERYTHING
             if drafts and drafts[index]:
                 tokens += drafts[index]
                 outputs += len(drafts[index])
-            certain = end if drafts and drafts[index] else EVERYTHING
+                certain = end
             given = None
             if sequence.embeds is not None and (embeds := sequence.embeds_from(start)) is not None:
                 given = embeds[:count]
@@ -77,7 +81,14 @@ class StepRoom:
     def append(self, plan: StepPlan, request: Request) -> None:
         """Put as many of the request's uncomputed tokens into the step as fit."""
         sequence = request.sequence
-        count = min(sequence.uncomputed, self.rows)
+        left = sequence.uncomputed
+        if left == 1 and request.prompt_report.complete and self.rows and self.outputs and not sequence.state_ends:
+            plan.requests.append(request)
+            plan.counts.append(1)
+            self.rows -= 1
+            self.outputs -= 1
+            return
+        count = min(left, self.rows)
         if sequence.state_ends:
             ends = [end - sequence.scheduled for end in sequence.state_ends]
             count = min([count, *(rows for rows in ends if rows > 0)])

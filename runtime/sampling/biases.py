@@ -96,6 +96,7 @@ class TokenBiases:
     def __init__(self, table: BiasTable) -> None:
         self._table = table
         self._longest = max(map(len, table.words), default=1)
+        self._none = not table.words and table.biases(True, set()) is None and table.biases(False, set()) is None
         self._count = 0  # tokens of the output
         self._recent: list[int] = []  # the last of them
 
@@ -113,6 +114,8 @@ class TokenBiases:
 
     def after(self, skipped: int, ahead: Sequence[int]) -> Bias | None:
         """The biases after the tokens noted, `skipped` unknown ones and those `ahead`; None if there are none."""
+        if self._none:
+            return None
         early = self._count + skipped + len(ahead) < self._table.least
         text = [*self._recent, *ahead] if self._table.words else []
         last = {word[-1] for word in self._table.words if text[len(text) - len(word) + 1 :] == [*word[:-1]]}

@@ -41,6 +41,11 @@ class SamplingInputs(NamedTuple):
         return not (self.temperature or self.penalties or self.bias or self.masks) and self.reports is None
 
     @property
+    def lists(self) -> bool:
+        """Whether there are lists of tokens, or reports: more than options and random numbers."""
+        return bool(self.penalties or self.bias or self.known) or self.reports is not None
+
+    @property
     def unreported(self) -> SamplingInputs:
         """These inputs without reports, for steps that draft."""
         return self._replace(known=(), reports=None) if self.reports is not None else self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ def mask_words(vocab: int) -> int:
 @lru_cache(256)
 def _memory(address: int, size: int) -> memoryview:
     """The bytes at an address, which are read only while the memory is in use. Executors use few addresses."""
-    return memoryview((ctypes.c_char * size).from_address(address))
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 _MOST_NEW = 16
@@ -109,13 +109,22 @@ class GrammarState:
         if self._ended or self._failed:
             return
         self._ended = token in self._eos
-        if not self._ended:
-            if self._ahead[:1] != [token]:  # else the matcher has taken it before those after it
-                self._failed = token < 0 or not self._advance([token])
-            self._text += self._ahead[:1]
-            if self._kept < _MOST_NEW:
-                self._number = self.grammar.known.after(self._number, self._ahead[:1])
-            del self._ahead[:1]
+        if self._ended:
+            return
+        if not self._ahead and token >= 0 and self._matcher.try_consume_tokens([token]):  # as most tokens are noted
+            self._append(token)
+            return
+        if self._ahead[:1] != [token]:  # else the matcher has taken it before those after it
+            self._failed = token < 0 or not self._advance([token])
+        for taken in self._ahead[:1]:
+            self._append(taken)
+        del self._ahead[:1]
+
+    def _append(self, token: int) -> None:
+        """Note a token that the matcher has taken."""
+        self._text.append(token)
+        if self._kept < _MOST_NEW:
+            self._number = self.grammar.known.after(self._number, (token,))
 
     def text_after(self, ahead: Sequence[int]) -> int:
         """The number of the text and `ahead` (`KnownMasks`), a new one if masks of this text are no longer kept."""
@@ -147,16 +156,26 @@ class GrammarState:
                 return None
         if self._using is not self.lexer:
             self._restart()
+        if not (ahead or self._ahead or self._ended):
+            return self._matcher
         return self._ready(ahead, address, words)
 
-    def end(self, ahead: list[int], address: int, words: int) -> None:
-        """End to `fill`, after the matcher has written its mask."""
+    def end(self, ahead: list[int], address: int, words: int, usual: bool | None = None) -> None:
+        """End to `fill`, after the matcher has written its mask. usual: whether `unusual` does not tell this mask, if
+        that is known."""
         while self._matcher.is_error():
             ctypes.memset(address, 0, 4 * words)
             if not self._renew() or self._ready(ahead, address, words) is None:
                 return
             self._matcher.unsafe_compute_mask_ptr(address, 4 * words)
-        self._check(address, words)
+            usual = None
+        if not (self._is_usual(address, words) if usual is None else usual):
+            mask = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address))
+            self._allow_spelled(mask)
+            self._forbid_ends_within(mask)
+        if self._asked is not None and not self._ends_within:
+            self.grammar.known.keep(self._asked, bytes(_memory(address, 4 * words)))
+            self._kept += self._sampled
 
     def allows(self, ahead: list[int], token: int) -> bool:
         """Whether the token may follow the text and `ahead`, as far as that is known without the mask; else False.
@@ -188,28 +207,15 @@ class GrammarState:
         ctypes.memset(address, 0 if self._matcher.is_error() else 255, 4 * words)
         return None
 
-    def _check(self, address: int, words: int) -> None:
-        """Correct a mask that the matcher has written, and keep it by the text that was asked for.
-
-        While a step runs, the weights take the place of this code in the caches: what is done for each mask is short.
-        """
-        written = bytes(_memory(address, 4 * words))
-        # Counting words takes a sixth of the time of counting bytes.
-        if np.count_nonzero(np.frombuffer(written, np.uint32)) <= 1 or self._has_end(written):
-            mask = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address))
-            self._allow_spelled(mask)
-            self._forbid_ends_within(mask)
-            written = mask.tobytes()
-        if self._asked is not None and not self._ends_within:
-            self.grammar.known.keep(self._asked, written)
-            self._kept += self._sampled
-
-    def _has_end(self, mask: bytes) -> bool:
-        """Whether a mask allows an end of text. A loop, as a generator costs more for each mask."""
-        for byte, bit in self.grammar.ends:  # noqa: SIM110
+    def _is_usual(self, address: int, words: int) -> bool:
+        """Whether a mask allows several tokens, and no end of text. While a step runs, the weights take the place of
+        this code in the caches: what is done for each mask is short."""
+        mask = _memory(address, 4 * words)
+        for byte, bit in self.grammar.ends:
             if mask[byte] & bit:
-                return True
-        return False
+                return False
+        # Counting words takes a sixth of the time of counting bytes.
+        return bool(np.count_nonzero(np.frombuffer(mask, np.uint32)) > 1)
 
     def _forbid_ends_within(self, mask: npt.NDArray[np.uint32]) -> None:
         """Allow no end of text where the grammar goes on behind it: a grammar may name tokens, also those."""
@@ -306,6 +312,18 @@ class GrammarState:
         self._ahead: list[int] = []  # tokens that the matcher has taken after those noted
         if self._text:
             self._matcher.try_consume_tokens(self._text)
+
+
+def unusual(masks: npt.NDArray[np.uint32], eos: Collection[int]) -> npt.NDArray[np.bool_]:
+    """Which masks [masks, words] may have to be corrected: those that allow an end of text, or no token or one, and
+    perhaps some others. A few calls for all take less time than one for each.
+
+    A sum equals the largest word if no other word has a bit; by chance, it may also if others have.
+    """
+    result = np.add.reduce(masks, axis=1, dtype=np.uint32) == np.maximum.reduce(masks, axis=1)
+    for token in eos:
+        result |= (masks[:, token // MASK_BITS] >> np.uint32(token % MASK_BITS) & np.uint32(1)).astype(bool)
+    return result
 
 
 def first_line(message: str) -> str:

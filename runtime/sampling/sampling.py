@@ -90,11 +90,14 @@ class Sampler:
         if params.repetition_penalty != 1 or params.counts:
             self._noted = Occurrences(prompt if params.repetition_penalty != 1 else ())
         self.biases = biases or TokenBiases(BiasTable(params.logit_bias, NO_BANS, vocab))
+        self._notes = self._noted is not None or grammar is not None or params.bans
         self.argmax_only = params.argmax_only
         """Whether a token is the argmax of the model's logits, and nothing is noted of it."""
         plain = self._noted is None and self.params.logprobs is None
         self.foresees = plain and not params.bad_words
         """Whether `inputs` can be asked for tokens before those before them are known. Masks are computed later."""
+        top_k = params.top_k if 0 < params.top_k < vocab else 0
+        self._limits = params.temperature, params.top_p, _min_logit(params), top_k
         self._reports: DoubleArray | None = None
         self._taken: DoubleArray | None = None
         self._known: DoubleArray | None = None
@@ -160,10 +163,8 @@ class Sampler:
                 first=first, penalties=penalties, bias=bias, known=known, reports=reports, masks=masks
             )
         self._look_ahead(skipped + count)
-        top_k = params.top_k if 0 < params.top_k < self._vocab else 0
-        limits = (params.temperature, params.top_p, _min_logit(params), top_k)
         uniforms = list(islice(self._ahead, skipped, skipped + count))
-        return SamplingInputs(*limits, first, uniforms, penalties, bias, known, reports, masks)
+        return SamplingInputs(*self._limits, first, uniforms, penalties, bias, known, reports, masks)
 
     def _new_reports(self, known: int, chosen: int) -> DoubleArray | None:
         """Room for the reports of `known` known tokens, and of `chosen` chosen ones if they are to be reported."""
@@ -190,11 +191,12 @@ class Sampler:
         if self.argmax_only:
             return
         self._taken, self._reports = self._reports, None
-        if self.params.temperature:
+        if self._limits[0]:
             for _ in tokens:
                 self._ahead.popleft()
-        for token in tokens if self._noted or self.grammar or self.params.bans else ():
-            self.note(token)
+        if self._notes:
+            for token in tokens:
+                self.note(token)
 
     def take_reports(self) -> DoubleArray | None:
         """Reports of the tokens that an executor has chosen last, if it was asked for any; once."""

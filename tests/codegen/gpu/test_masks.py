@@ -14,7 +14,7 @@ import torch
 
 from qcompile.errors import ResourceError
 from qcompile.runtime.sampling.inputs import GREEDY
-from qcompile.runtime.sampling.masks import Grammar, GrammarState, Masks, mask_words, one_by_one
+from qcompile.runtime.sampling.masks import Grammar, GrammarState, Masks, mask_words, one_by_one, unusual
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import Rows
 from tests.codegen.gpu.test_sample import SMALL
@@ -145,6 +145,9 @@ def interpret_engine(how: str) -> None:
     late = late_masks(machine)
     assert generate(True, 0, (2, 4)) == [by_host[2], by_host[4]]
     assert any(late)
+    begun = masks_beside_the_host(machine)
+    assert generate(True, 0, (2, 4)) == [by_host[2], by_host[4]]
+    assert any(begun)
     assert generate(True, 3) == by_host
     assert generate(True, 3, range(0, 1)) == by_host[:1]
 
@@ -152,14 +155,31 @@ def interpret_engine(how: str) -> None:
 def late_masks(machine: Any) -> list[bool]:
     """Whether a step lacked its masks, for each time that these are asked for from now on."""
     target, late = machine.target, list[bool]()
-    send = target.send_masks
+    begin = target.begin_masks
 
     def noted() -> None:
         late.append(target._started.lacks_masks)
-        send()
+        begin()
 
-    target.send_masks = noted
+    target.begin_masks = noted
     return late
+
+
+def masks_beside_the_host(machine: Any) -> list[bool]:
+    """Have another thread compute masks however few there are. Returns whether one did when steps asked for them."""
+    from qcompile.runtime.cuda import masks as module
+
+    module._FEWEST, begun = 1, list[bool]()
+    GRAMMAR.known._masks.clear()
+    device = machine.target._masks
+    begin = device.begin
+
+    def noted() -> bool:
+        begun.append(begin())
+        return begun[-1]
+
+    device.begin = noted
+    return begun
 
 
 @pytest.mark.parametrize("how", first(("lookup",), ["shared", "lookup"]))
@@ -240,6 +260,54 @@ def assert_sent(masks: Any, driver: Any, states: list[GrammarState]) -> None:
         assert (sent[sent[row] : sent[row] + 4] == alone).all() and alone.any()
 
 
+def test_masks_that_need_no_correction_are_told_together() -> None:
+    """All that the check of a single mask tells, and few others."""
+    random = np.random.default_rng(0)
+    masks = random.integers(1 << 32, size=(64, 9), dtype=np.uint32) * (random.random((64, 9)) < 0.3)
+    masks[3:5] = 0
+    masks[4, 8] = 1 << 31
+    masks = masks.astype(np.uint32)
+    eos = frozenset({0, 37, 287})
+    grammar = Grammar(Remainders(), eos, None, Remainders)
+    state = grammar.start()
+    alone = [not state._is_usual(mask.ctypes.data, 9) for mask in masks]
+    told = unusual(masks, eos)
+    assert alone[3] and alone[4] and 10 < sum(alone) < 64
+    assert not (np.array(alone) & ~told).any() and (told & ~np.array(alone)).sum() <= 2
+
+
+class Unending(Remainders):
+    """Goes on behind each token."""
+
+    def deep_copy(self) -> Unending:
+        return Unending(tuple(self.text))
+
+    def is_accepting(self) -> bool:
+        return False
+
+    def consume_token(self, token: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("many", [1, 9])
+def test_an_end_that_a_grammar_goes_on_behind_is_no_end(many: int) -> None:
+    """In masks computed together, too."""
+    from qcompile.runtime.cuda.masks import DeviceMasks
+    from tests.support.gpu_machine import HostDriver
+
+    driver: Any = HostDriver()
+    masks = DeviceMasks(driver, 64, 100)
+    states = [Grammar(Unending(), frozenset({37}), None, Unending).start() for _ in range(many)]
+    assert masks.want([Rows([5], 0, (), 1)] * many, [GREEDY._replace(masks=Masks(state, 1)) for state in states])
+    masks.grow()
+    masks.send()
+    sent = driver.at(masks.address, "*i32").numpy().view(np.uint32)
+    for row in range(many):
+        words = sent[sent[row] : sent[row] + 4]
+        assert words[0] == 0xAAAAAAAA and words[1] == 0xAAAAAAAA & ~(1 << 37 % 32)
+    masks.free()
+
+
 def test_masks_after_the_same_text_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from qcompile.runtime.cuda.masks import DeviceMasks
     from tests.support.gpu_machine import HostDriver
@@ -301,6 +369,33 @@ def test_a_grammar_of_many_texts_gets_lexers_for_more_threads(monkeypatch: pytes
             state.note(next(token for token in range(100) if state._matcher.allows(token)))
     assert sizes[-1] == [9, 11, 11] and len(grammar.lexers.all) == 3
     masks.free()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_masks_begun_for_a_step_that_never_came_are_forgotten(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qcompile.runtime.cuda.masks import DeviceMasks
+    from tests.support.gpu_machine import HostDriver
+
+    driver: Any = HostDriver()
+    masks = DeviceMasks(driver, 64, 100)
+    grammar = Grammar(Remainders(), frozenset(), None, Remainders)
+    states = [grammar.start() for _ in range(9)]
+    for index, state in enumerate(states):
+        state.note(2 * index + 1)
+    sampling = [GREEDY._replace(first=0, masks=Masks(state, 1)) for state in states]
+    assert masks.want([Rows([5], 0, (), 1)] * 9, sampling)
+    masks.grow()
+    with monkeypatch.context() as patch:
+        if fails:
+            patch.setattr(Remainders, "unsafe_compute_mask_ptr", _no_mask)
+        assert masks.begin() and masks.begin()
+        masks._background.wait() if not fails else masks._forget()
+    assert masks.want([Rows([5], 0, (), 1)] * 4, sampling[:4])
+    masks.send()
+    assert_sent(masks, driver, states[:4])
+    assert masks.want([Rows([5], 0, (), 1)] * 9, sampling) and masks.begin()
+    masks.free()  # while another thread computes
+    assert not driver.memory
 
 
 def _no_mask(self: Remainders, address: int, size: int) -> None:

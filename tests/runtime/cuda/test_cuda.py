@@ -29,6 +29,7 @@ from tests.support.fake_driver import LIMITS, PLAN, FakeDriver, FakeLaunch
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
     monkeypatch.setattr(launching, "LaunchCall", FakeLaunch)
+    monkeypatch.setattr(launching, "GRAPH_FROM", 2)
     functions: Any = {name: name for name in PLAN["kernels"]}
     return CudaExecutor(FakeDriver(), PLAN, functions, {"w": 99}, 4, LIMITS)  # type: ignore[arg-type]
 
@@ -144,6 +145,23 @@ def test_steps_that_come_again_are_graphs(opened: CudaExecutor) -> None:
     log.clear()
     assert len(opened.decode(row, 5)) == 5
     assert log.count("replay") == 5 and log.count("captured") == 1
+
+
+def test_steps_that_seldom_come_are_no_graphs(opened: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a call count one by one, and no more counts are remembered than a server needs."""
+    monkeypatch.setattr(launching, "GRAPH_FROM", 6)
+    monkeypatch.setattr(launching, "_MOST_SEEN", 3)
+    log, row = opened.driver.log, [Rows([1], 5, [2], 1)]  # type: ignore[attr-defined]
+    opened.decode(row, 3)
+    opened.decode(row, 2)
+    assert "captured" not in log
+    opened.decode(row, 1)
+    assert log.count("captured") == log.count("replay") == 1 and not opened.launcher._seen
+    for count in range(1, 6):
+        opened.step([Rows([1], 5, [page], 1) for page in range(count)], logits=False)
+        assert len(opened.launcher._seen) <= 3
+    opened.decode([Rows([1], 5, [2], 1), Rows([1], 5, [3], 1)], 6)
+    assert log.count("captured") == 2 and log.count("replay") == 7
 
 
 def test_larger_scratch_memory_ends_the_graphs_that_hold_the_old(opened: CudaExecutor) -> None:

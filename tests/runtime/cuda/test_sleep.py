@@ -13,6 +13,7 @@ from qcompile.artifact.layout import ADAPTER_TABLE
 from qcompile.errors import ArtifactError, ResourceError, UnsupportedError
 from qcompile.runtime.cuda import launching, load
 from qcompile.runtime.cuda import sleep as cuda_sleep
+from qcompile.runtime.cuda.launching import GRAPH_FROM
 from qcompile.runtime.devices import OpenedModel, open_model
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.sleep import Sleep
@@ -105,7 +106,7 @@ def test_weights_and_cache_are_given_back_and_weights_come_again(tmp_path: Path,
     executor: Any = model.executor
     cache, weight = executor.memory.cache, executor.launcher._weights["w"]
     for _ in range(2):
-        executor.decode([Rows([1], 5, [2], 1)], 2)
+        executor.decode([Rows([1], 5, [2], 1)], GRAPH_FROM)
     before = bytes(device.contents[weight])
     sleep.begin(level)
     assert device.released == {weight, cache} and device.contents[weight][0] == LOST
