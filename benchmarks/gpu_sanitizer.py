@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -165,10 +165,11 @@ def main() -> int:
             for case, folder, built in zip(wanted, folders, builds, strict=True)
         ]
         checks = {
-            f"{tool}; {model}; {recipe}": checkers.submit(row, tool, folder, built)
+            checkers.submit(row, tool, folder, built): f"{tool}; {model}; {recipe}"
             for tool, model, recipe, folder, built in each
         }
-        for name, done in checks.items():
+        for done in as_completed(checks):  # those that are built first are checked and told first
+            name = checks[done]
             rows[name] = done.result()
             print(f"{name:60} {rows[name]}", flush=True)
             if path:

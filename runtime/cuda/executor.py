@@ -240,7 +240,7 @@ class CudaExecutor:
         return self._started.add(self._turn, rest, partial(self._fetch, *results, last=True))
 
     def begin_masks(self) -> None:
-        """Begin to write the masks that a step of `start` lacks. If no thread computes any, what reads them is queued."""
+        """Begin to write masks that a step of `start` lacks. If no thread computes any, what reads them is queued."""
         self.driver.use()
         if self._started.lacks_masks and not self._masks.begin():
             self._started.send_masks()
