@@ -252,6 +252,10 @@ class Checkpoint:
         """Whether tensor `name` is stored in few bits, and read as the numbers that these represent."""
         return False
 
+    def of_linear(self, name: str) -> bool:
+        """Whether tensor `name` is computed as [outputs, inputs] though the model may have it as [inputs, outputs]."""
+        return False
+
     def stored_type(self, name: str) -> torch.dtype | None:
         """The type of floats that tensor `name` is stored in; None if its values are computed."""
         return None if self.in_few_bits(name) else self.entries[name].dtype
@@ -268,13 +272,17 @@ class Checkpoint:
 
 
 class StoredCheckpoint(Checkpoint):
-    """A checkpoint in which some tensors are computed from several stored tensors, when they are read."""
+    """A checkpoint in which some tensors are computed from several stored tensors, when they are read.
+
+    `linears` says that the tool puts linears of its own, [outputs, inputs], in the place of all modules that it stores.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._make: dict[str, Callable[[], Tensor]] = {}
         self._parts: dict[str, dict[str, Entry]] = {}
         self._reshaped: set[str] = set()
+        self.linears = False
 
     def add(
         self,
@@ -299,6 +307,10 @@ class StoredCheckpoint(Checkpoint):
     def in_few_bits(self, name: str) -> bool:
         """Whether tensor `name` is computed from others."""
         return name in self._make
+
+    def of_linear(self, name: str) -> bool:
+        """Whether tensor `name` is computed from others as a weight of such a linear."""
+        return self.linears and name in self._make
 
     def raw(self, name: str) -> Tensor:
         """The tensor as stored, or as computed from its parts."""

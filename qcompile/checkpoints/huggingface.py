@@ -37,7 +37,7 @@ from qcompile.checkpoints.expert_loops import ExpertLoops
 from qcompile.checkpoints.hub import find
 from qcompile.checkpoints.loaders import Loader
 from qcompile.checkpoints.model_names import name_of
-from qcompile.checkpoints.programs import count_parameters, import_program, weights_read
+from qcompile.checkpoints.programs import count_parameters, import_program, input_major, weights_read
 from qcompile.checkpoints.stored import formats
 from qcompile.checkpoints.token_loops import TokenLoops, recorded
 from qcompile.checkpoints.tracing import EXAMPLE_BATCH, EXAMPLE_TOKENS, LengthError, export, hurried
@@ -110,7 +110,7 @@ def _trace(
         remarked: tuple[str, ...] = ()
     else:
         remarked = (*remarks.of_tensors(checkpoint, names.unused), *remarks.of_types(checkpoint))
-        loaders = huggingface_weights.loaders(module, checkpoint, names, read)
+        loaders = huggingface_weights.loaders(module, checkpoint, names, read, input_major(program))
         sizes = left_out.sizes(unread, functools.partial(names.stored_bytes, checkpoint))
     return _Traced(program, loaders, sizes, inputs_embeds.scale(module, loaders), remarked)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qcompile.checkpoints.checkpoint import Checkpoint, require_finite
-from qcompile.checkpoints.loaders import Loader, StoredLoader, TensorLoader
+from qcompile.checkpoints.loaders import Loader, StoredLoader, TensorLoader, TurnedLoader
 from qcompile.errors import UnsupportedError, UsageError
 
 
@@ -45,10 +45,13 @@ def settle(module: Any, checkpoint: Checkpoint) -> Names:
     return names
 
 
-def loaders(module: Any, checkpoint: Checkpoint, names: Names, read: Set[str]) -> dict[str, Loader]:
+def loaders(
+    module: Any, checkpoint: Checkpoint, names: Names, read: Set[str], turned: Set[str] = frozenset()
+) -> dict[str, Loader]:
     """Loaders of the parameters and buffers `read` of `module`, by their names in the exported program.
 
-    Presence, shape and type of these weights are checked here, from the headers only; values when they are loaded.
+    `turned` are those that the program has as [inputs, outputs], which tools may store as [outputs, inputs]. Presence,
+    shape and type of these weights are checked here, from the headers only; values when they are loaded.
     """
     files, assembled = names.files, names.assembled
     computed = _computed_buffers(module, read)
@@ -70,6 +73,9 @@ def loaders(module: Any, checkpoint: Checkpoint, names: Names, read: Set[str]) -
         if joined is not None:
             joined.require(name, tuple(value.shape))
             by_name[name] = AssembledLoader(joined, next(n for n in alike if n in assembled))
+        elif name in turned and checkpoint.of_linear(stored):
+            checkpoint.require(stored, tuple(value.shape[::-1]))
+            by_name[name] = TurnedLoader(checkpoint, stored)
         elif isinstance(value, nn.Parameter):
             checkpoint.require(stored, tuple(value.shape))
             by_name[name] = StoredLoader(checkpoint, stored)

@@ -37,6 +37,18 @@ class StoredLoader:
 
 
 @dataclass(frozen=True)
+class TurnedLoader:
+    """Loads the matrix `name` of `checkpoint`, [outputs, inputs] in few bits, as [inputs, outputs]."""
+
+    checkpoint: Checkpoint
+    name: str
+    few_bits = True
+
+    def __call__(self) -> Tensor:
+        return self.checkpoint.load(self.name).T.contiguous()
+
+
+@dataclass(frozen=True)
 class TensorLoader:
     """Loads `value` on the CPU; floating-point values are converted to float32 and must be finite."""
 

@@ -126,6 +126,22 @@ def weights_read(program: ExportedProgram, wrapper: str = WRAPPER) -> set[str]:
     return {str(spec.target).removeprefix(wrapper) for spec in read if spec.target is not None}
 
 
+_PRODUCTS = {"aten.mm.default": 1, "aten.matmul.default": 1, "aten.addmm.default": 2}
+"""Products by a matrix [inputs, outputs], and which of their arguments it is."""
+
+
+def input_major(program: ExportedProgram, wrapper: str = WRAPPER) -> set[str]:
+    """Names, without the prefix `wrapper`, of the matrices [inputs, outputs] that the program multiplies by."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    names = set()
+    for spec in program.graph_signature.input_specs:
+        node = nodes[spec.arg.name]
+        places = [(user, _PRODUCTS.get(str(user.target))) for user in node.users]
+        if spec.target and places and all(at is not None and user.args[at] is node for user, at in places):
+            names.add(str(spec.target).removeprefix(wrapper))
+    return names
+
+
 def count_parameters(program: ExportedProgram) -> int:
     """Number of parameters that the program reads, with tied ones counted once."""
     nodes = {node.name: node for node in program.graph.nodes}

@@ -37,6 +37,9 @@ class RenamedCheckpoint(Checkpoint):
     def in_few_bits(self, name: str) -> bool:
         return self.inner.in_few_bits(self.sources.get(name, name))
 
+    def of_linear(self, name: str) -> bool:
+        return self.inner.of_linear(self.sources.get(name, name))
+
     def stored_type(self, name: str) -> torch.dtype | None:
         return self.inner.stored_type(self.sources.get(name, name))
 

@@ -48,6 +48,7 @@ def awq(quantization: dict[str, Any]) -> Find:
 
 
 def _find_awq(checkpoint: StoredCheckpoint, size: int, symmetric: bool) -> None:
+    checkpoint.linears = True
     for name in list(checkpoint):
         stem = name.removesuffix(".qweight")
         if stem == name:

@@ -74,6 +74,7 @@ def bitsandbytes(quantization: dict[str, Any]) -> Find:
 
 
 def _find(checkpoint: StoredCheckpoint) -> None:
+    checkpoint.linears = True
     for name in list(checkpoint):
         stem, state, _ = name.partition(STATE)
         if state:

@@ -95,6 +95,7 @@ def _scheme(quantization: Mapping[str, Any]) -> GptqScheme:
 
 
 def _find_gptq(checkpoint: StoredCheckpoint, rules: ModuleRules[GptqScheme]) -> None:
+    checkpoint.linears = True
     for name in list(checkpoint):
         stem = name.removesuffix(".qweight")
         if stem == name:

@@ -57,6 +57,7 @@ def _group(quantization: Mapping[str, Any]) -> int:
 
 def _find(checkpoint: StoredCheckpoint, sizes: ModuleRules[int]) -> None:
     """Add the weights of codes in tiles; `sizes` are inputs in a group by module, -1 for all."""
+    checkpoint.linears = True
     for name in list(checkpoint):
         stem = name.removesuffix(".B")
         if stem == name:

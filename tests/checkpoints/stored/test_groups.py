@@ -22,7 +22,7 @@ from qcompile.cli import doctor
 from qcompile.errors import QCompileError, UnsupportedError, UsageError
 from qcompile.formats import rounding
 from qcompile.formats.registry import weight_format
-from tests.checkpoints.stored.test_formats import Tensors, rewritten, saved
+from tests.checkpoints.stored.test_formats import Tensors, rewritten, same_weights, saved
 from tests.support.cases import first
 from tests.support.make_bitsandbytes import FILES
 
@@ -369,6 +369,19 @@ def test_the_numbers(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, wa
     assert set(stored) == set(plain)
     for name in plain:
         assert torch.equal(stored.load(name), plain.load(name)), name
+
+
+def test_matrices_that_the_model_has_the_other_way_round(tmp_path: Path) -> None:
+    """GPT-2 multiplies by [inputs, outputs]; tools put linears in their place. One of its projections is square."""
+    tensors = saved("gpt2", tmp_path / "model")
+    matrices = {name: value.T for name, value in tensors.items() if name.endswith("c_proj.weight")}
+    stored, plain, settings = gptq(matrices)
+    assert {value.shape for value in plain.values()} == {(64, 64), (64, 256)}
+    rest = {name: value for name, value in tensors.items() if name not in matrices}
+    same_weights(
+        rewritten(tmp_path / "model", tmp_path / "stored", stored | rest, settings),
+        rewritten(tmp_path / "model", tmp_path / "plain", {n: w.T for n, w in plain.items()} | rest),
+    )
 
 
 @pytest.mark.parametrize(
