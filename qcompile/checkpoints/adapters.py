@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 from qcompile.checkpoints.adapter_files import CONFIG, PICKLE, TENSORS, check_model
 from qcompile.checkpoints.checkpoint import Checkpoint, Entry, read_header, read_json, require_finite
 from qcompile.checkpoints.model_names import name_of
+from qcompile.checkpoints.stored.patterns import NamePattern, NamePatterns
 from qcompile.errors import UnsupportedError, UsageError
 
 PREFIX = "base_model.model."
@@ -123,7 +123,8 @@ def read_adapter(directory: Path) -> Adapter:
             raise UnsupportedError(f"{directory} has only {PICKLE}, which is never loaded; save it as safetensors")
         raise UsageError(f"{path} is missing")
     parts, replaced = _sorted_out(path, read_header(path))
-    low_rank = {module: _low_rank(path, config, module, given) for module, given in parts.items()}
+    numbers = _by_module(path, config)
+    low_rank = {module: _low_rank(path, config, numbers, module, given) for module, given in parts.items()}
     added = {
         f"{module}.bias": given["bias"].double() * low_rank[module].scale
         for module, given in parts.items()
@@ -158,23 +159,35 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
             raise UsageError(f"{path}: {key} is no object from patterns to numbers")
 
 
-def _by_pattern(path: Path, config: dict[str, Any], key: str, patterns: str, module: str) -> Any:
-    """The value of `key` for `module`: of the first of the `patterns` that the end of its path matches."""
-    for pattern, value in (config.get(patterns) or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as error:
-            raise UsageError(f"{path.parent / CONFIG}: {patterns} has {pattern!r}, no pattern: {error}") from None
-    return config.get(key)
+@dataclass(frozen=True)
+class _ByModule:
+    """A number of `usual` that some modules have in their own way: of the first of `patterns` that the end of their
+    path matches."""
+
+    usual: Any
+    patterns: tuple[tuple[NamePattern, Any], ...]
+
+    def of(self, module: str) -> Any:
+        """The number of a module."""
+        return next((value for pattern, value in self.patterns if pattern.matches(module)), self.usual)
 
 
-def _scale(path: Path, config: dict[str, Any], module: str, rank: int) -> float:
-    """The factor of B A in `module`; `rank` is the number of rows of A."""
-    stated = _by_pattern(path, config, "r", "rank_pattern", module)
+def _by_module(path: Path, config: dict[str, Any]) -> tuple[_ByModule, _ByModule]:
+    """The ranks and the alphas of modules. Raises UsageError, UnsupportedError for patterns that are not read."""
+    all, result = NamePatterns(), []
+    for key, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        place = f"{path.parent / CONFIG}: {name}"
+        stated = (config.get(name) or {}).items()
+        patterns = ((all.read(place, text, r"(?:.*\.)?(?:{})$"), value) for text, value in stated)
+        result.append(_ByModule(config.get(key), tuple(patterns)))
+    return result[0], result[1]
+
+
+def _scale(path: Path, config: dict[str, Any], numbers: tuple[_ByModule, _ByModule], module: str, rank: int) -> float:
+    """The factor of B A in `module`; `rank` is the number of rows of A, `numbers` are ranks and alphas as stated."""
+    stated, alpha = (each.of(module) for each in numbers)
     if stated != rank:
         raise UsageError(f"{path}: {module} has rank {rank}, and {CONFIG} says {stated}")
-    alpha = _by_pattern(path, config, "lora_alpha", "alpha_pattern", module)
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise UsageError(f"{path.parent / CONFIG}: lora_alpha of {module} is {alpha}; a number belongs there")
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
@@ -205,7 +218,9 @@ def _sorted_out(path: Path, entries: dict[str, Entry]) -> tuple[_Parts, dict[str
     return parts, replaced
 
 
-def _low_rank(path: Path, config: dict[str, Any], module: str, parts: dict[str, Tensor]) -> LowRank:
+def _low_rank(
+    path: Path, config: dict[str, Any], numbers: tuple[_ByModule, _ByModule], module: str, parts: dict[str, Tensor]
+) -> LowRank:
     """The change of the weight of `module`, from its `parts`."""
     table = "table_a" in parts or "table_b" in parts
     names = ("table_a", "table_b") if table else ("a", "b")
@@ -223,4 +238,4 @@ def _low_rank(path: Path, config: dict[str, Any], module: str, parts: dict[str, 
         if table or magnitude.numel() != b.shape[0]:
             raise UnsupportedError(f"{path}: {module} has magnitudes {list(magnitude.shape)}; one for each row is read")
         magnitude = magnitude.flatten()
-    return LowRank(a, b, _scale(path, config, module, a.shape[0]), table, magnitude)
+    return LowRank(a, b, _scale(path, config, numbers, module, a.shape[0]), table, magnitude)

@@ -8,12 +8,11 @@ with codes are linears, so the class `Linear` means all of them. A name has a do
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from qcompile.checkpoints.stored.patterns import matches, pattern_of
+from qcompile.checkpoints.stored.patterns import NamePattern, NamePatterns
 from qcompile.errors import UnsupportedError, UsageError, shown
 
 PATTERN, LINEAR = "re:", "Linear"
@@ -25,17 +24,17 @@ class ModuleSchemes(Generic[Scheme]):
     """How modules are stored: by name, by pattern, or as `usual` (None: no group says)."""
 
     names: dict[str, Scheme]
-    patterns: tuple[tuple[re.Pattern[str], Scheme], ...]
+    patterns: tuple[tuple[NamePattern, Scheme], ...]
     usual: Scheme | None
 
     def scheme(self, module: str) -> Scheme:
         """The scheme of a module that stores codes. Raises UsageError if it belongs to no group."""
         if module in self.names:
             return self.names[module]
-        matching = [(pattern, scheme) for pattern, scheme in self.patterns if matches(pattern, module)]
+        matching = [(pattern, scheme) for pattern, scheme in self.patterns if pattern.matches(module)]
         for pattern, scheme in matching:
             if scheme != matching[0][1]:
-                both = f"{matching[0][0].pattern} and {pattern.pattern}"
+                both = f"{matching[0][0].text} and {pattern.text}"
                 raise UsageError(f"config_groups: {both} match module {module}, and their groups differ")
         if matching:
             return matching[0][1]
@@ -52,14 +51,14 @@ def module_schemes(groups: Sequence[tuple[str, Any, Scheme]]) -> ModuleSchemes[S
     if all(scheme == groups[0][2] for _, _, scheme in groups):
         return ModuleSchemes({}, (), groups[0][2])
     names: dict[str, Scheme] = {}
-    patterns: list[tuple[re.Pattern[str], Scheme]] = []
-    usual = None
+    patterns: list[tuple[NamePattern, Scheme]] = []
+    usual, read = None, NamePatterns()
     for group, targets, scheme in groups:
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise UsageError(f"config_groups: targets of {group} are {shown(targets)}; a list of texts belongs there")
         for target in targets:
             if target.startswith(PATTERN):
-                patterns.append((pattern_of(f"targets of {group}", target.removeprefix(PATTERN)), scheme))
+                patterns.append((read.read(f"targets of {group}", target.removeprefix(PATTERN)), scheme))
             elif target == LINEAR:
                 usual = scheme if usual is None else usual
             elif "." in target or target[:1].islower():  # classes have capitals

@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from qcompile.checkpoints.stored.patterns import matches, pattern_of
+from qcompile.checkpoints.stored.patterns import NamePattern, NamePatterns
 from qcompile.errors import UnsupportedError, UsageError, shown
 
 LEFT, CHANGED = "-:", "+:"
@@ -33,14 +32,14 @@ class ModuleRules(Generic[Scheme]):
     """
 
     usual: Scheme
-    rules: tuple[tuple[re.Pattern[str], Scheme | None], ...] = ()
+    rules: tuple[tuple[NamePattern, Scheme | None], ...] = ()
 
     def scheme(self, module: str) -> Scheme:
         """The scheme of a module that stores codes. Raises UsageError if the rules leave it as it is."""
         for pattern, scheme in self.rules:
-            if matches(pattern, module):
+            if pattern.matches(module):
                 if scheme is None:
-                    raise UsageError(f"module {module} has codes, and dynamic leaves it as it is: {pattern.pattern}")
+                    raise UsageError(f"module {module} has codes, and dynamic leaves it as it is: {pattern.text}")
                 return scheme
         return self.usual
 
@@ -52,9 +51,10 @@ def module_rules(quantization: Mapping[str, Any], scheme: Callable[[Mapping[str,
         raise UsageError(
             f"dynamic of the checkpoint's gptq weights is {shown(dynamic)}; patterns with settings belong there"
         )
-    rules: list[tuple[re.Pattern[str], Scheme | None]] = []
+    rules: list[tuple[NamePattern, Scheme | None]] = []
+    patterns = NamePatterns()
     for text, changes in dynamic.items():
-        pattern = pattern_of("dynamic of gptq weights", text.removeprefix(LEFT).removeprefix(CHANGED))
+        pattern = patterns.read("dynamic of gptq weights", text.removeprefix(LEFT).removeprefix(CHANGED))
         if text.startswith(LEFT):
             rules.append((pattern, None))
             continue
