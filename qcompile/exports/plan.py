@@ -62,7 +62,10 @@ class ExportPlan:
     def configured(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """config.json of the checkpoint, from that of the model."""
         made = copy.deepcopy(dict(config))
-        made.pop("quantization_config", None)
+        for part in (made, made.get("text_config")):
+            if isinstance(part, dict):  # what the model was stored as before
+                part.pop("quantization_config", None)
+                part.pop("compression_config", None)
         if self.layout is not None:
             made["quantization_config"] = self.layout.config(self.ignored, self.head)
         if self.untied:

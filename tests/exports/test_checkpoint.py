@@ -25,6 +25,7 @@ from qcompile.exports import checkpoint
 from qcompile.exports.layout import pack_words
 from qcompile.exports.origins import origins
 from qcompile.exports.parameters import Parameters
+from qcompile.exports.plan import ExportPlan
 from qcompile.exports.tensors import Tensors
 from tests.conftest import SAMPLE
 from tests.support.graphs import decoder
@@ -167,6 +168,14 @@ def test_a_checkpoint_is_built_with_the_same_codes(built: Callable[..., Path], t
         result = again[name]
         assert torch.equal(result[0], codes) and torch.equal(result[2], zero), name
         torch.testing.assert_close(result[1], scale, rtol=3e-7, atol=0)  # of products that float32 rounds
+
+
+def test_a_configuration_does_not_say_how_the_model_was_stored_before() -> None:
+    """Wherever the model's own configuration said it."""
+    nothing = Tensors(None, {}, {}, {})  # type: ignore[arg-type]
+    plan = ExportPlan(nothing, layout=None, rounded=[], floats=[], ignored=[], head=None, untied=None, notes=[])
+    said = {"quantization_config": {"quant_method": "awq"}, "compression_config": {}}
+    assert plan.configured({"a": 1, **said, "text_config": {"b": 2, **said}}) == {"a": 1, "text_config": {"b": 2}}
 
 
 def test_a_head_that_differs_is_no_longer_tied(built: Callable[..., Path], tmp_path: Path) -> None:

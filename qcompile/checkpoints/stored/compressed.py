@@ -54,6 +54,9 @@ from qcompile.formats.mxfp4 import MXFP4
 from qcompile.formats.nvfp4 import NVFP4
 
 METHOD = "compressed-tensors"
+STATUS = ("compressed", "frozen")
+"""What a configuration says of codes that are stored. Early releases wrote `frozen`, and of rounded floats too: those
+leave scales behind, which are refused."""
 PACKED = "pack-quantized"
 NVFP4_PACKED = "nvfp4-pack-quantized"
 MXFP4_PACKED = "mxfp4-pack-quantized"
@@ -92,7 +95,7 @@ class CompressedScheme:
 
 def compressed_tensors(quantization: dict[str, Any]) -> Find:
     """The reader for a checkpoint with this `quantization_config`. Raises UnsupportedError, UsageError."""
-    one_of(METHOD, "quantization_status", quantization.get("quantization_status") or "compressed", ("compressed",))
+    one_of(METHOD, "quantization_status", quantization.get("quantization_status") or STATUS[0], STATUS)
     for key, inner in (("sparsity_config", "format"), ("transform_config", "config_groups")):
         if not _says_nothing(quantization.get(key), inner):
             raise UnsupportedError(f"{METHOD} checkpoints with a {key} are not read")

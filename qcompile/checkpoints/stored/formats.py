@@ -42,6 +42,8 @@ from qcompile.errors import UnsupportedError, UsageError
 from qcompile.formats.elements import e2m1_values
 
 BLOCKS, SCALES = "_blocks", "_scales"
+KEY, OLD_KEY = "quantization_config", "compression_config"
+"""What config.json calls it, or its part `text_config`; early releases of compressed-tensors had another name."""
 PACKED = (".qweight", ".weight_packed", "_qdata", "._data", ".SCB", *(STATE + kind for kind in KINDS))
 """Endings of names of tensors of weights that cannot be read without a configuration that says how they are packed."""
 GROUP = 32
@@ -50,7 +52,11 @@ GROUP = 32
 
 def stated(directory: Path) -> Any:
     """What the files of a checkpoint say of how its weights are stored: a `quantization_config`, or None."""
-    quantization = read_json(directory / "config.json").get("quantization_config")
+    config = read_json(directory / "config.json")
+    text = config.get("text_config")
+    inner = text.get(KEY) if isinstance(text, dict) else None
+    places = (config.get(KEY), config.get(OLD_KEY), inner)
+    quantization = next((place for place in places if place is not None), None)
     if quantization is None and (directory / quanto.MAP).is_file():
         return {"quant_method": quanto.METHOD}
     if quantization is None and (directory / modelopt.FILE).is_file():

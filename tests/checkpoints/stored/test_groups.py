@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -371,6 +372,20 @@ def test_the_numbers(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, wa
         assert torch.equal(stored.load(name), plain.load(name)), name
 
 
+@pytest.mark.parametrize("place", ["compression_config", "text_config"])
+def test_said_in_other_places(models: dict[str, tuple[Path, Tensors]], tmp_path: Path, place: str) -> None:
+    """As early releases of compressed-tensors did, and as models with images do; also as files called it then."""
+    source, tensors = models["llama"]
+    stored, plain, settings = eight_bits(tensors)
+    path = rewritten(source, tmp_path / "model", stored)
+    said = settings | {"quantization_status": "frozen"}
+    more = {place: {"quantization_config": said} if place == "text_config" else said}
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | more))
+    checkpoint = formats.open_checkpoint(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(checkpoint.load(name), plain[name])
+
+
 def test_matrices_that_the_model_has_the_other_way_round(tmp_path: Path) -> None:
     """GPT-2 multiplies by [inputs, outputs]; tools put linears in their place. One of its projections is square."""
     tensors = saved("gpt2", tmp_path / "model")
@@ -662,7 +677,13 @@ REFUSED: dict[str, tuple[Way, Change, type[QCompileError], str]] = {
     "packed in blocks": (compressed, say_of_weights(strategy="block"), NO, "strategy block"),
     "packed in groups unknown": (compressed, say_of_weights(group_size=None), BAD, "group_size .* is None"),
     "another packing": (compressed, say(format="marlin-24"), NO, "format marlin-24"),
-    "packed and frozen": (compressed, say(quantization_status="frozen"), NO, "quantization_status frozen"),
+    "packed and calibrated": (compressed, say(quantization_status="calibration"), NO, "quantization_status calibr"),
+    "frozen floats": (
+        eight_bits,
+        lambda t, s: (s.update(quantization_status="frozen"), t.update({f"{UP}.weight": torch.ones(96, 64)})),
+        BAD,
+        f"{UP}.weight_scale belongs to no weight",
+    ),
     "packed and sparse": (compressed, say(sparsity_config={"format": "sparse-24-bitmask"}), NO, "sparsity_config"),
     "packed and turned": (compressed, say(transform_config={"config_groups": {"a": 1}}), NO, "transform_config"),
     "no groups": (compressed, say(config_groups={}), BAD, "config_groups .* do not say"),
