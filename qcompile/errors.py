@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 EXIT_OK = 0
 EXIT_BUG = 1
@@ -110,3 +111,19 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     others = {other.lower(): other for other in known if other != name}
     near = difflib.get_close_matches(name.lower(), others, 1)
     return f" (did you mean {others[near[0]]}?)" if near else ""
+
+
+class RustFailure(Exception):
+    """Code in Rust has failed: in tokenizers, for example, at a pattern that can be tried on a text in too many ways."""
+
+
+@contextmanager
+def told_in_rust() -> Iterator[None]:
+    """Raise RustFailure where a package fails in Rust. What it raises is no Exception, and has a name alone in common:
+    a server would answer 500, and a command would call it a bug."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RustFailure(str(error)) from None

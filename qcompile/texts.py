@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcompile.errors import UsageError
+from qcompile.errors import RustFailure, UsageError, told_in_rust
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -108,14 +108,17 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], name: str) -> Iterator[l
     """The tokens of each text, without the special tokens that the tokenizer adds around one.
 
     Texts are encoded in batches on demand, so that interrupts take effect between them. Raises UsageError, calling the
-    texts `name`, if the tokenizer fails because it has no unknown token.
+    texts `name`, if the tokenizer fails, as it does if it has no unknown token.
     """
     first = size = 0
     for end, text in enumerate(texts, start=1):
         size += len(text)
         if size >= PIECE or end == len(texts):
             try:
-                encodings = tokenizer.encode_batch_fast(list(texts[first:end]), add_special_tokens=False)
+                with told_in_rust():
+                    encodings = tokenizer.encode_batch_fast(list(texts[first:end]), add_special_tokens=False)
+            except RustFailure as error:
+                raise UsageError(f"the tokenizer fails with {name}: {error}") from None
             except Exception as error:  # tokenizers raises plain Exception
                 raise UsageError(f"{name} is outside the vocabulary: {error}") from error
             for encoding in encodings:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcompile.artifact.hashes import listed_file
-from qcompile.errors import ArtifactError, UsageError
+from qcompile.errors import ArtifactError, RustFailure, UsageError, told_in_rust
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,7 +23,8 @@ def load_tokenizer(root: Path, files: dict[str, Any], name: str = "tokenizer.jso
     from tokenizers import Tokenizer  # costs 20 ms that token-only use does not need
 
     try:
-        tokenizer = Tokenizer.from_buffer(content)
+        with told_in_rust():
+            tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises plain Exception
         raise ArtifactError(f"{root / name} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
@@ -41,7 +42,10 @@ def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
     except UnicodeEncodeError as error:
         raise UsageError(f"the prompt is not valid Unicode at character {error.start}: give UTF-8") from error
     try:
-        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        with told_in_rust():
+            ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    except RustFailure as error:
+        raise UsageError(f"the tokenizer fails with this prompt: {error}") from None
     except Exception as error:  # tokenizers raises plain Exception for unknown text without an unknown token
         raise UsageError(f"the prompt is outside the tokenizer's vocabulary: {error}") from error
     return ids

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qcompile.errors import ArtifactError
+from qcompile.errors import ArtifactError, told_in_rust
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.request import Request
@@ -166,7 +166,8 @@ class Reencoder:
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text; none where the tokenizer fails, as it does on unknown text without an unknown token."""
     try:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        with told_in_rust():
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     except Exception:  # tokenizers raises plain Exception
         return []
     return ids

@@ -21,6 +21,7 @@ from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.tokenizer import encode
+from qcompile.texts import encoded
 from tests.support.calls import fix_calls
 from tests.support.fake import CONTEXT, VOCAB, byte_tokenizer, fake_llm, reference_greedy
 
@@ -513,3 +514,18 @@ def test_threads_share_a_model(llm: LLM) -> None:
     assert not any(thread.is_alive() for thread in threads)
     assert [result.get(number) for number in range(len(prompts))] == alone
     assert llm.engine.pool.used == 0 and not llm.engine.busy
+
+
+def test_a_tokenizer_that_fails_with_a_prompt_is_told() -> None:
+    """A pattern that can be tried in too many ways: the code of tokenizers then fails, which is no Exception."""
+    from tokenizers import Regex, pre_tokenizers
+
+    tokenizer = byte_tokenizer()
+    split = pre_tokenizers.Split(Regex("(a|a)*$"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
+    llm = fake_llm(tokenizer=tokenizer)
+    with pytest.raises(UsageError, match=r"the tokenizer fails with this prompt: .*retry-limit"):
+        llm.generate("a" * 60 + "!")
+    assert llm.generate("!", max_tokens=2)[0].outputs[0].token_ids
+    with pytest.raises(UsageError, match=r"the tokenizer fails with the file: .*retry-limit"):
+        list(encoded(tokenizer, ["a" * 60 + "!"], "the file"))
