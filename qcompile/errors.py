@@ -114,7 +114,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 class RustFailure(Exception):
-    """Code in Rust has failed: in tokenizers, for example, at a pattern that can be tried on a text in too many ways."""
+    """Code in Rust has failed: in tokenizers, for example, at a pattern that a text can be tried with in many ways."""
 
 
 @contextmanager
