@@ -27,6 +27,8 @@ ALIKE = 1e-4
 """Largest difference in a proof, relative to the largest value: 100 times what float32 rounding gives, and far less
 than any other scale, bound, order of heads or epsilon."""
 
+MOST_COMPARED = 1 << 26
+"""Most numbers of a kernel's arguments in a proof: six times those of the largest models, which takes seconds."""
 IGNORED = {
     *("position_ids", "position_embeddings", "use_cache", "cache_position"),
     *("output_attentions", "output_hidden_states", "return_dict"),
@@ -120,7 +122,14 @@ def _prove(kernel: str, known: KernelFunction, function: Callable[..., Any], giv
     chunk = getattr(chunk, "default", chunk) or 0
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
         for batch, tokens in ((2, 7), (2, 2 * chunk + 6)):  # within a chunk, and over two borders of chunks
-            inputs = _random(known, given, {"B": batch, "T": tokens})
+            sizes = {"B": batch, "T": tokens}
+            numbers = sum(math.prod(_shape(known, name, value, sizes)) for name, value in _tensors(given))
+            if numbers > MOST_COMPARED:
+                raise UnsupportedError(
+                    f"{kernel} takes {numbers:,} numbers for {tokens} tokens; at most {MOST_COMPARED:,} are computed to "
+                    "compare it with qcompile's replacement: check the sizes in config.json"
+                )
+            inputs = _random(known, given, sizes)
             expected, replaced = (_first(run(**inputs)) for run in (function, known.replacement))
             alike = expected.shape == replaced.shape and bool(expected.isfinite().all())
             if not alike or bool((expected - replaced).abs().max() > ALIKE * expected.abs().max()):
@@ -132,6 +141,16 @@ def _first(result: Any) -> Tensor:
     return tensor
 
 
+def _tensors(given: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """Those of the arguments that are tensors."""
+    return [(name, value) for name, value in given.items() if isinstance(value, Tensor)]
+
+
+def _shape(known: KernelFunction, name: str, value: Tensor, sizes: Mapping[str, int]) -> list[int]:
+    """The shape of an argument for other numbers of sequences and tokens."""
+    return [sizes.get(axis, size) for axis, size in zip(known.layouts[name], value.shape, strict=True)]
+
+
 def _random(known: KernelFunction, given: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     """Arguments like `given` with random tensors.
 
@@ -139,11 +158,8 @@ def _random(known: KernelFunction, given: Mapping[str, Any], sizes: Mapping[str,
     """
     generator = torch.Generator().manual_seed(0)
     made = dict(given)
-    for name, value in given.items():
-        if not isinstance(value, Tensor):
-            continue
-        layout = known.layouts[name]
-        shape = [sizes.get(axis, size) for axis, size in zip(layout, value.shape, strict=True)]
+    for name, value in _tensors(given):
+        layout, shape = known.layouts[name], _shape(known, name, value, sizes)
         tensor = torch.randn(shape, generator=generator)
         if "T" in layout:
             place = layout.index("T")

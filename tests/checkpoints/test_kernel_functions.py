@@ -181,3 +181,16 @@ def test_functions_without_a_mark_stay() -> None:
     module = host(causal_conv1d_fn)
     with kernel_functions.replaced(module):
         assert sys.modules[type(module).__module__].hook is causal_conv1d_fn
+
+
+@pytest.mark.parametrize("hostile", ["features", "chunk"])
+def test_functions_of_too_many_numbers_are_not_compared(hostile: str) -> None:
+    """A configuration may state any number of features or length of a chunk: memory and time would have no bound."""
+    if hostile == "features":
+        kernel, given = "causal_conv1d_fn", {"hidden_states": (2, 1 << 24, 9), "weight": (1 << 24, 4)}
+        arguments: dict[str, Any] = {name: torch.empty(shape, device="meta") for name, shape in given.items()}
+    else:
+        kernel, arguments = MAMBA_2, spaces(chunk_size=1 << 30)
+    known = kernel_functions.KERNELS[kernel]
+    with pytest.raises(UnsupportedError, match=rf"{kernel} takes [\d,]+ numbers for \d+ tokens; .* in config.json"):
+        kernel_functions._prove(kernel, known, known.replacement, arguments)
