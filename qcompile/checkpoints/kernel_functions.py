@@ -126,8 +126,8 @@ def _prove(kernel: str, known: KernelFunction, function: Callable[..., Any], giv
             numbers = sum(math.prod(_shape(known, name, value, sizes)) for name, value in _tensors(given))
             if numbers > MOST_COMPARED:
                 raise UnsupportedError(
-                    f"{kernel} takes {numbers:,} numbers for {tokens} tokens; at most {MOST_COMPARED:,} are computed to "
-                    "compare it with qcompile's replacement: check the sizes in config.json"
+                    f"{kernel} takes {numbers:,} numbers for {tokens} tokens; at most {MOST_COMPARED:,} are computed "
+                    "to compare it with qcompile's replacement: check the sizes in config.json"
                 )
             inputs = _random(known, given, sizes)
             expected, replaced = (_first(run(**inputs)) for run in (function, known.replacement))
