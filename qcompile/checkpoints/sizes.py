@@ -12,7 +12,7 @@ from qcompile.errors import UsageError, shown
 
 HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 POSITIVE: Mapping[str, int] = {
-    "vocab_size": 1 << 31,
+    "vocab_size": 1 << 24,
     "hidden_size": 1 << 24,
     "intermediate_size": 1 << 26,
     "moe_intermediate_size": 1 << 26,

@@ -30,7 +30,8 @@ def leave(command: Callable[[], NoReturn]) -> NoReturn:
     try:
         sys.stdout.flush()
     except OSError as error:
-        code = _refused_by_system(error) or EXIT_BUG
+        if not code:  # else the command has told what went wrong, often the same
+            code = _refused_by_system(error) or EXIT_BUG
     with contextlib.suppress(OSError):  # the terminal may be gone
         sys.stderr.flush()
     for tell in at_end:

@@ -125,7 +125,8 @@ def test_wrong_requests_exit_2_with_one_line(arguments: list[str], message: str,
 def test_whatever_the_streams_are(shell: str, code: int, message: str, tiny_artifact: Build) -> None:
     """Closed, full, of another encoding, or not text: an exit code and at most one line, never a traceback."""
     command = shell.format(q=f"{sys.executable} -m qcompile", a=tiny_artifact("w4a8"), long="a" * 300)
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, env=usual)
     assert done.returncode == code and message in done.stderr, done
     assert len(done.stderr.splitlines()) == bool(message)
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 LIBRARIES = (
     *{sys.prefix, sys.base_prefix, str(ROOT), "/usr", "/lib", "/lib64", "/bin"},
     *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    *("/sbin/ldconfig", "/sbin/ldconfig.real"),  # Python runs them to find a library, as torch for GPUs has it do
     *("/proc", "/sys/devices/system", "/sys/fs/cgroup", "/dev/null", "/dev/urandom"),
     *("/etc/ld.so.cache", "/etc/ld.so.preload", "/etc/localtime", "/etc/mime.types", "/etc/alternatives"),
     *("/etc/locale.alias", "/etc/ssl/openssl.cnf", "/etc/fonts", "/var/cache/fontconfig"),
