@@ -13,15 +13,15 @@ from qcompile.errors import UsageError, shown
 HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 POSITIVE: Mapping[str, int] = {
     "vocab_size": 1 << 24,
-    "hidden_size": 1 << 24,
-    "intermediate_size": 1 << 26,
-    "moe_intermediate_size": 1 << 26,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "moe_intermediate_size": 1 << 22,
     "num_hidden_layers": 1 << 16,  # some types make a list of them; see MOST_LAYERS
     HEADS: 1 << 16,
     GROUPS: 1 << 16,
     "head_dim": 1 << 16,
     "v_head_dim": 1 << 16,
-    "max_position_embeddings": 1 << 27,
+    "max_position_embeddings": 1 << 24,  # Llama 4 has 10 million
     "num_experts_per_tok": 1 << 16,
 }
 """Fields that are at least 1 and less than these, far beyond any model's: memory is allocated for them.
