@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[Edit, type[QCompileError], str]] = {
     "config too wide": (
         config(intermediate_size=10**12),
         UsageError,
-        "intermediate_size must be less than 67108864, is 1000000000000",
+        "intermediate_size must be less than 4194304, is 1000000000000",
     ),
     "config without a type": (config(model_type=None), UsageError, "has no model_type"),
     "config with bad values": (config(hidden_size="many"), UsageError, "hidden_size must be positive, is 'many'"),
