@@ -95,15 +95,19 @@ class _Fields:
         return UsageError(f"{self._place}{self.name(usual)} {reason}")
 
     def require_positive(self, usual: str, limit: int) -> None:
-        """Raise UsageError unless the field, or each entry of its list, is from 1 to below `limit`, or missing."""
-        given = self.given(usual)
-        for value in given if isinstance(given, list) else [given]:
-            if value is None:
-                continue
-            if type(value) is not int or value < 1:
-                raise self.wrong(usual, f"must be positive, is {shown(value)}")
-            if value >= limit:
-                raise self.wrong(usual, f"must be less than {limit}, is {shown(value)}")
+        """Raise UsageError unless the field, or each entry of its list, is from 1 to below `limit`, or missing.
+
+        A file may have it by both of its names: models then read either.
+        """
+        for name in dict.fromkeys((self.name(usual), usual)):
+            given = self._part.get(name)
+            for value in given if isinstance(given, list) else [given]:
+                if value is None:
+                    continue
+                if type(value) is not int or value < 1:
+                    raise UsageError(f"{self._place}{name} must be positive, is {shown(value)}")
+                if value >= limit:
+                    raise UsageError(f"{self._place}{name} must be less than {limit}, is {shown(value)}")
 
 
 def _check_number(place: str, name: str, value: Any) -> None:

@@ -392,3 +392,16 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(UsageError, match=r"nor reachable on the hub: no network$"):
         hub.find("someone/model")
+
+
+def test_a_size_is_checked_by_both_of_its_names() -> None:
+    from transformers import GPT2Config
+
+    from qcompile.checkpoints.sizes import check_sizes
+
+    raw = {"model_type": "gpt2", "n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64}
+    check_sizes(Path("config.json"), raw, {"gpt2": GPT2Config})
+    with pytest.raises(UsageError, match=r"config.json: max_position_embeddings must be less than 16777216"):
+        check_sizes(Path("config.json"), raw | {"max_position_embeddings": 1 << 26}, {"gpt2": GPT2Config})
+    with pytest.raises(UsageError, match=r"config.json: n_positions must be positive, is 0"):
+        check_sizes(Path("config.json"), raw | {"n_positions": 0}, {"gpt2": GPT2Config})
