@@ -174,11 +174,11 @@ class _ByModule:
 
 def _by_module(path: Path, config: dict[str, Any]) -> tuple[_ByModule, _ByModule]:
     """The ranks and the alphas of modules. Raises UsageError, UnsupportedError for patterns that are not read."""
-    all, result = NamePatterns(), []
+    read, result = NamePatterns().read, []
     for key, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         place = f"{path.parent / CONFIG}: {name}"
         stated = (config.get(name) or {}).items()
-        patterns = ((all.read(place, text, r"(?:.*\.)?(?:{})$"), value) for text, value in stated)
+        patterns = ((read(place, text, r"(?:.*\.)?(?:{})$"), value) for text, value in stated)
         result.append(_ByModule(config.get(key), tuple(patterns)))
     return result[0], result[1]
 

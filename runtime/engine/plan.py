@@ -44,10 +44,7 @@ class StepPlan:
             start = sequence.computed + sequence.pending_rows
             end = start + count
             tokens = sequence.tokens[start:end] or [-1 - sequence.pending_output]
-            if request.prompt_report.complete:
-                known, outputs = 0, int(count == sequence.uncomputed)
-            else:
-                known, outputs = output_rows(request, count)
+            known, outputs = output_rows(request, count)
             certain = EVERYTHING
             if drafts and drafts[index]:
                 tokens += drafts[index]
@@ -82,6 +79,7 @@ class StepRoom:
         """Put as many of the request's uncomputed tokens into the step as fit."""
         sequence = request.sequence
         left = sequence.uncomputed
+        # What follows gives the same: most requests of most steps decode, and each step asks for each.
         if left == 1 and request.prompt_report.complete and self.rows and self.outputs and not sequence.state_ends:
             plan.requests.append(request)
             plan.counts.append(1)

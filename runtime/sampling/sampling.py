@@ -191,7 +191,7 @@ class Sampler:
         if self.argmax_only:
             return
         self._taken, self._reports = self._reports, None
-        if self._limits[0]:
+        if self.params.temperature:
             for _ in tokens:
                 self._ahead.popleft()
         if self._notes:
