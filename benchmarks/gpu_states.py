@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_states.py [out.json] [--parts=kernels,models]
     python benchmarks/gpu_states.py [out.json] --parts=tiles   times of recurrences by numbers of a program's tile
+    python benchmarks/gpu_states.py [out.json] --parts=stored  kernels and models with states in fewer bits, beside f32
 
 Kernels: for layers of published shapes, the recurrence and the convolution at decoding, verification and prompts. Each
 is checked first: against the reference in float64, and for the same bits however a text is cut. A copy is torch's, of
@@ -19,7 +20,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +50,8 @@ VERIFIED = 5
 """Rows of a verification: the last token and four drafts."""
 MOST_ERROR = 1e-5
 """float32 sums, fed back over a text of TEXT tokens."""
+MOST_ROUNDED = 5e-3
+"""That of a state in fewer bits: a number near the middle of two codes may get the other one."""
 TEXT = 48
 TILES = {False: (512, 1024, 2048), True: (256, 512, 1024)}
 """Numbers of a program's tile that are tried, without and with scan."""
@@ -71,6 +74,13 @@ SHAPES = {
     "Mamba2 8B": Shape(RecurrenceState(128, 8, 128, 64, False), False, True, "heads", ConvState(10240, 4)),
     "Mamba": Shape(RecurrenceState(8192, 1, 16, 1, False), False, True, "keys", ConvState(8192, 4)),
 }
+STORED = {
+    f"{name}, {stored}": replace(SHAPES[name], state=replace(SHAPES[name].state, stored=stored))
+    for name in ("Qwen3-Next", "Kimi Linear", "Mamba2 8B")
+    for stored in ("bf16", "int8")
+}
+"""Shapes with matrix states in fewer bits."""
+SHAPES |= STORED
 
 
 class Layer:
@@ -82,7 +92,7 @@ class Layer:
         self.widths = {"q": keys, "k": keys, "v": values, "decay": state.decays}
         self.widths |= {"gain": state.heads} if shape.gain else {}
         self.spec = RecurrenceSpec(state, dict(self.widths), values, 0, state.size, shape.delta, shape.rates, tile)
-        self.state_bytes = 4 * state.heads * state.key_dim * state.value_dim
+        self.state_bytes = int(state.step_bytes) // 8 * 4
         self.sets = 1 + ROTATED_BYTES // (self.state_bytes * sequences)
         self.states = torch.zeros(self.sets * sequences, state.size, device="cuda")
         self.rates = None
@@ -107,6 +117,8 @@ class Layer:
         arrays |= {"query_start": counts.cumsum(0).tolist(), "row_sequence": sequence}
         made = {name: torch.tensor(items, dtype=torch.int32, device="cuda") for name, items in arrays.items()}
         made |= operands | {"states": self.states}
+        if state_type := {"bf16": torch.bfloat16, "int8": torch.int8}.get(self.spec.layer.stored):
+            made["codes"] = self.states.view(state_type)
         made["out"] = torch.full((len(positions), self.spec.out_stride), float("nan"), device="cuda")
         if self.rates is not None:
             transposed = self.spec.scan and self.rates.dim() == 2
@@ -128,10 +140,18 @@ class Layer:
         torch.cuda.synchronize()
         return given["out"]
 
+    def place(self, index: int, rows: int) -> int:
+        """The first position of a sequence of a step.
+
+        Where states are rounded in blocks, one of eight decodes the last position of a block: from the second launch on
+        it replays nothing, and stores the state. The others replay four positions.
+        """
+        return 103 if self.spec.layer.block > 1 and rows == 1 and index % 8 == 7 else 100
+
     def settle(self, positions: int) -> None:
         """Let every slot have a state after `positions` positions."""
-        start, end = self.spec.layer.places[:2]
-        self.states[:, start:end] = positions
+        start, end = self.spec.layer.places[0], self.spec.layer.heads * self.spec.layer.value_dim
+        self.states[:, start:end] = positions // self.spec.layer.block * self.spec.layer.block
 
 
 def _capability() -> int:
@@ -160,9 +180,14 @@ def checked(name: str) -> Row:
     shapes |= {"v": (state.heads, state.value_dim)} | ({"decay": (state.heads, state.key_dim)} if state.by_key else {})
     every = {key: x.double().cpu().view(1, TEXT, *shapes.get(key, x.shape[1:])) for key, x in text.items()}
     rates = None if layer.rates is None else layer.rates.double().cpu()
-    wanted = ops.reference("linear_recurrence")(
-        *(every[key] for key in ("q", "k", "v", "decay")), rates, every.get("gain"), layer.shape.delta
-    )
+    whole_text = (*(every[key] for key in ("q", "k", "v", "decay")), rates, every.get("gain"))
+    if state.stored == "f32":
+        wanted = ops.reference("linear_recurrence")(*whole_text, layer.shape.delta)
+    else:
+        step = torch.arange(TEXT), torch.zeros(TEXT, dtype=torch.int64), torch.tensor([0]), torch.tensor([TEXT])
+        one_text = [x if x is rates or x is None else x[0] for x in whole_text]
+        states = torch.zeros(1, state.size)
+        wanted = ops.reference("recurrence_step")(*one_text, *step, states, layer.shape.delta, 0, state.stored)[0]
     error = ((whole.double().cpu() - wanted.view(TEXT, -1)).norm() / wanted.norm()).item()
     make, differ = random.Random(1), 0
     for slot in (1, 2):
@@ -181,7 +206,7 @@ def checked(name: str) -> Row:
                 result = layer.run(rows, [(3, 0, 3, EVERYTHING), (count, at, slot, EVERYTHING)])[3:]
                 differ += int((result != whole[at : at + count]).any(-1).sum())
                 at += count
-    return {"error": error, "differing_rows": differ}
+    return {"error": error, "most": MOST_ERROR if state.stored == "f32" else MOST_ROUNDED, "differing_rows": differ}
 
 
 class Copies:
@@ -206,8 +231,9 @@ def decoding(name: str, batch: int, copies: Copies, rows: int = 1, tile: int = 0
     layer.settle(100 - before)
     operands, launches = layer.operands(rows * batch), []
     for each in range(layer.sets):
-        certain = 100 - before if rows > 1 else EVERYTHING  # the base stays, so that each launch does the same
-        parts = [(rows, 100, each * batch + i, certain) for i in range(batch)]
+        # The base stays, so that each launch does the same.
+        certain = 100 - before if rows > 1 else EVERYTHING
+        parts = [(rows, layer.place(i, rows), each * batch + i, certain) for i in range(batch)]
         launches.append(layer.launch_of(layer.given(operands, parts), batch))
     us = graph_us(launches, 9, 16)
     row: Row = {"shape": name, "batch": batch, "rows": rows, "us": us} | ({"tile": tile} if tile else {})
@@ -255,10 +281,10 @@ def convolution(name: str, batch: int, rows: int) -> Row:
     return {"shape": name, "batch": batch, "rows": rows, "us": us, "bytes": 4 * layer.features * tokens * 3}
 
 
-def every_kernel() -> list[Kernel]:
-    """All kernels of this script, to be compiled beside each other."""
+def every_kernel(names: Sequence[str]) -> list[Kernel]:
+    """All kernels of these shapes, to be compiled beside each other."""
     capability, result = _capability(), []
-    for shape in SHAPES.values():
+    for shape in map(SHAPES.__getitem__, names):
         state, conv = shape.state, shape.conv
         keys, values = state.key_heads * state.key_dim, state.heads * state.value_dim
         strides = {"q": keys, "k": keys, "v": values, "decay": state.decays}
@@ -272,13 +298,13 @@ def every_kernel() -> list[Kernel]:
     return result
 
 
-def kernels() -> Row:
-    """Checks and times of all shapes."""
+def kernels(names: Sequence[str]) -> Row:
+    """Checks and times of shapes."""
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_kernel, every_kernel(), [_capability()] * 99))
+        list(pool.map(compile_kernel, every_kernel(names), [_capability()] * 99))
     result: Row = {"checks": {}, "decoding": [], "verification": [], "prompts": [], "convolutions": []}
     copies = Copies()
-    for name in SHAPES:
+    for name in names:
         result["checks"][name] = check = checked(name)
         print(f"{name}: error {check['error']:.1e}, {check['differing_rows']} rows differ", flush=True)
         for batch in BATCHES:
@@ -286,7 +312,8 @@ def kernels() -> Row:
             torch.cuda.empty_cache()
         result["verification"] += [decoding(name, batch, copies, VERIFIED) for batch in (1, 16)]
         result["prompts"] += [prompt(name, tokens) for tokens in PROMPTS]
-        result["convolutions"] += [convolution(name, *size) for size in ((1, 1), (64, 1), (1, 512))]
+        sizes = () if name in STORED else ((1, 1), (64, 1), (1, 512))
+        result["convolutions"] += [convolution(name, *size) for size in sizes]
         torch.cuda.empty_cache()
     return result
 
@@ -320,16 +347,26 @@ MODELS: dict[str, Row] = {
         **{"attention": False, "layers": 2},
     },
 }
+ROUNDED: dict[str, Row] = {
+    f"gated delta of 128, states in {stored}": {
+        **{"heads": 4, "key_heads": 2, "key_dim": 128, "value_dim": 128},
+        **{"layers": 2, "unit_keys": True, "states": stored},
+    }
+    for stored in ("bf16", "int8")
+}
+"""Models with states in fewer bits."""
 DRAFTED = {"nested": ("nested", []), "own states": ("bf16", ["model"]), "lookup": ("bf16", ["lookup"])}
 
 
 def build(model: str, how: str, folder: Path) -> Path:
     """An artifact of a random model, with drafts as DRAFTED names them."""
     recipe, drafts = DRAFTED[how]
-    graph = recurrent(vocab=VOCAB, hidden=512, **MODELS[model])
+    sizes = dict((MODELS | ROUNDED)[model])
+    options = {"cache.states": states} if (states := sizes.pop("states", "")) else {}
+    graph = recurrent(vocab=VOCAB, hidden=512, **sizes)
     out = folder / f"{model}-{how}".replace(" ", "-").replace(",", "")
     others = [graph if draft == "model" else draft for draft in drafts]
-    qcompile.build(graph, out, target=this_target(), recipe=recipe, drafts=others)
+    qcompile.build(graph, out, target=this_target(), recipe=recipe, drafts=others, options=options)
     return out
 
 
@@ -406,10 +443,16 @@ def examine(model: str, how: str, folder: Path) -> Row:
     return row
 
 
-def models() -> list[Row]:
-    """All models and kinds of drafts."""
+def models(names: Sequence[str]) -> list[Row]:
+    """Models with all kinds of drafts."""
     with tempfile.TemporaryDirectory() as temporary:
-        return [examine(model, how, Path(temporary)) for model in MODELS for how in DRAFTED]
+        return [examine(model, how, Path(temporary)) for model in names for how in DRAFTED]
+
+
+def stored() -> Row:
+    """What states in fewer bits change: kernels and models with them, and kernels of the same shapes in float32."""
+    shapes = [name for name in SHAPES if any(each.startswith(f"{name},") for each in STORED)]
+    return {"kernels": kernels([*shapes, *STORED]), "models": models(list(ROUNDED))}
 
 
 def main() -> int:
@@ -417,15 +460,23 @@ def main() -> int:
     named = [a.split("=", 1)[1].split(",") for a in sys.argv[1:] if a.startswith("--parts=")]
     path = next((Path(a) for a in sys.argv[1:] if not a.startswith("--")), None)
     results: Row = {**facts()}
-    for part, measure in (("kernels", kernels), ("models", models), ("tiles", tiles)):
+    parts: dict[str, Callable[[], Any]] = {
+        "kernels": partial(kernels, [name for name in SHAPES if name not in STORED]),
+        "models": partial(models, list(MODELS)),
+        "tiles": tiles,
+        "stored": stored,
+    }
+    for part, measure in parts.items():
         if part in (named[0] if named else ("kernels", "models")):
             results[part] = measure()
             if path:
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    checks = results.get("kernels", {}).get("checks", {}).values()
-    wrong = [check for check in checks if check["differing_rows"] or check["error"] > MOST_ERROR]
-    for row in results.get("models", []):
-        wrong += [row] * any([*row["different_bits"].values(), row["differing_rows"], row["different_tokens"]])
+    wrong = []
+    for each in (results, results.get("stored", {})):
+        checks = each.get("kernels", {}).get("checks", {}).values()
+        wrong += [check for check in checks if check["differing_rows"] or check["error"] > check["most"]]
+        for row in each.get("models", []):
+            wrong += [row] * any([*row["different_bits"].values(), row["differing_rows"], row["different_tokens"]])
     print(f"{len(wrong)} wrong")
     return QualityError.exit_code if wrong else 0
 

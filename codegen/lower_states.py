@@ -9,6 +9,7 @@ from torch import fx
 from qcompile import ops
 from qcompile.codegen.lowering_state import Lowering
 from qcompile.codegen.state_calls import ConvStep, RecurrenceStep
+from qcompile.errors import UnsupportedError
 from qcompile.formats.states import RecurrenceState
 from qcompile.ops.recurrent_step import layer_state
 
@@ -39,6 +40,8 @@ def recurrence_step(low: Lowering, node: fx.Node) -> RecurrenceStep:
             places |= {name: low.buffer(x, whole=False), f"{name}_offset": low.column(x)}
     layout, rates = layer_state(node), given.rates
     assert isinstance(layout, RecurrenceState)
+    if layout.stored != "f32" and layout.value_dim == 1:
+        raise UnsupportedError(f"{node.name}: states of one value feature a head have no kernel for {layout.stored}")
     rates_by_key = rates is not None and rates.meta["val"].dim() == 2
     put = low.transposed if rates_by_key and layout.value_dim == 1 else low.flat
     return RecurrenceStep(
@@ -54,4 +57,5 @@ def recurrence_step(low: Lowering, node: fx.Node) -> RecurrenceStep:
         state=given.offset,
         rates=put(rates) if rates is not None else None,
         rates_by_key=rates_by_key,
+        stored=layout.stored,
     )

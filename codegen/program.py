@@ -63,7 +63,8 @@ class Program:
     @property
     def cache_facts(self) -> dict[str, Any]:
         """What the manifest records about the KV cache, and the bytes of a sequence's recurrent states if any."""
-        return self.kv.facts | ({"slot_bytes": self.states.slot_bytes} if self.states.layers else {})
+        states: dict[str, Any] = {"slot_bytes": self.states.slot_bytes} if self.states.layers else {}
+        return self.kv.facts | states | ({"state_format": form} if (form := self.states.stored) != "f32" else {})
 
     def to_json(self) -> str:
         """Canonical JSON with one object per buffer and call, for graphs/ and for reading."""
@@ -81,4 +82,5 @@ class Program:
             data["head"] = self.head
         if self.states.layers:
             data["states"] = {"layers": len(self.states.layers), "slot_bytes": self.states.slot_bytes}
+            data["states"] |= {"format": self.states.stored}
         return json.dumps(data, sort_keys=True, indent=1) + "\n"

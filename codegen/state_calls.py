@@ -1,6 +1,7 @@
 """Calls of kernels with recurrent states. The layout of a slot is in formats/states.py; `state` is a number in it.
 
-Each sequence of a step has a slot and a number of certain positions (ops/recurrent_step.py). All values are f32.
+Each sequence of a step has a slot and a number of certain positions (ops/recurrent_step.py). All values
+but matrix states `stored` in fewer bits are f32.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qcompile.codegen.calls import Call
-from qcompile.formats.states import ConvState, RecurrenceState
+from qcompile.formats.states import ConvState, RecurrenceState, StateFormat
 
 MOST_TAPS = 64
 """The widest convolution that there are kernels for."""
@@ -70,8 +71,10 @@ class RecurrenceStep(Call):
     rates_by_key: bool = False
     gain: str | None = None
     gain_offset: int = 0
+    stored: StateFormat = "f32"
 
     @property
     def layer(self) -> RecurrenceState:
         """The layout of the layer's part of a slot."""
-        return RecurrenceState(self.heads, self.key_heads, self.key_dim, self.value_dim, self.by_key)
+        sizes = self.heads, self.key_heads, self.key_dim, self.value_dim
+        return RecurrenceState(*sizes, self.by_key, self.stored)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +12,9 @@ from torch import fx
 from qcompile import ops
 from qcompile.errors import PassError, UsageError
 from qcompile.formats.kv import KV_FORMATS, PAGE_TOKENS, kv_format
+from qcompile.formats.states import STATE_FORMATS
 from qcompile.graph import Graph
+from qcompile.ops.recurrent_step import state_format
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.dataflow import value_features
 from qcompile.passes.gather import gathered
@@ -39,21 +41,26 @@ class Cache(Pass):
     attention, because a layer's keys and values have one size. Values that are features of the keys (passes/latent.py)
     are not stored, except in hierarchical caches. Keys and values are quantized per head and token (QServe 3.2);
     LATENT_GROUP features share a scale where values are features of the keys. kv_hier is QuantSpec's hierarchical
-    cache; kv_hier4 is the draft's view of it, which reads the upper 4 bits only.
+    cache; kv_hier4 is the draft's view of it, which reads the upper 4 bits only. States of recurrences are
+    stored in the format `states` (f32, bf16, int8; formats/states.py). Fewer bits are for matrices, and refused where
+    they save nothing.
     """
 
     name: ClassVar[str] = "cache"
     requires: ClassVar[tuple[str, ...]] = ("quantize",)
     ensures: ClassVar[str | None] = "cache"
     format: str = "kv16"
+    states: str = "f32"
 
     def __post_init__(self) -> None:
+        if self.states not in STATE_FORMATS:
+            raise UsageError(f"cache.states={self.states} is unknown; there are {', '.join(STATE_FORMATS)}")
         if self.format not in KV_FORMATS:
             raise UsageError(f"cache.format={self.format} is unknown; there are {', '.join(KV_FORMATS)}")
 
     def for_draft(self) -> Cache:
         """The pass for a draft over the same cache: it reads only the upper bits of a hierarchical cache."""
-        return Cache(kv_format(self.format).draft or self.format)
+        return replace(self, format=kv_format(self.format).draft or self.format)
 
     def run(self, graph: Graph) -> PassResult:
         graph = graph.clone()
@@ -71,7 +78,7 @@ class Cache(Pass):
         layers: dict[tuple[fx.Node, fx.Node], int] = {}
         for node in attentions:
             cache = self._replace_attention(graph, node, layers, inputs, cache)
-        states, layout = replace_states(graph, inputs)
+        states, layout = replace_states(graph, inputs, state_format(self.states))
         _take_output_rows(graph, inputs["output_rows"])
         graph.output.args = ((graph.output.args[0], cache, *states),)
         kv_heads, head_dim = (max(sizes) for sizes in zip(*(heads for heads, _ in shapes), strict=True))

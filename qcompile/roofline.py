@@ -104,9 +104,9 @@ def call_cost(
         context = min(step.context, call.get("window") or step.context, call.get("chunk") or step.context)
         cached = step.sequences * context * _position_bytes(call, program)
         return Cost(step.rows * row_bytes + cached, step.rows * 2.0 * context * widths, "f32")
-    if kernel in ("conv_step", "recurrence_step"):  # a sequence's state is read and written once
-        size, ops = _state(call)
-        return Cost(step.rows * row_bytes + step.sequences * 2 * 4 * size, step.rows * ops, "f32")
+    if kernel in ("conv_step", "recurrence_step"):
+        moved, ops = _state(call)
+        return Cost(step.rows * row_bytes + step.sequences * moved, step.rows * ops, "f32")
     rows = step.outputs if kernel == "logits" else step.rows
     cost = _row_cost(call, program, buffers, row_bytes)
     return Cost(rows * cost.bytes, rows * cost.ops, cost.dtype)
@@ -118,13 +118,17 @@ def _position_bytes(call: Mapping[str, Any], program: Mapping[str, Any]) -> floa
     return float(kv["layer_page_bytes"][call["layer"]] / kv["page_tokens"])
 
 
-def _state(call: Mapping[str, Any]) -> tuple[int, float]:
-    """Numbers of the recurrent state of a call, and operations of a row."""
+def _state(call: Mapping[str, Any]) -> tuple[float, float]:
+    """Bytes of a sequence's recurrent state that a step of a call reads and writes, and operations of a row."""
     if call["kernel"] == "conv_step":
         taps = call["width"] * call["features"]
-        return taps, 2.0 * taps
-    state = call["heads"] * call["key_dim"] * call["value_dim"]
-    return state, (8.0 if call["delta"] else 6.0) * state
+        return 2.0 * 4 * taps, 2.0 * taps
+    from qcompile.formats.states import RecurrenceState  # only here, so that `qcompile --help` imports few modules
+
+    heads, key_heads, key_dim, value_dim = (call[name] for name in ("heads", "key_heads", "key_dim", "value_dim"))
+    layer = RecurrenceState(heads, key_heads, key_dim, value_dim, call["by_key"], call.get("stored", "f32"))
+    state = layer.heads * layer.key_dim * layer.value_dim
+    return layer.step_bytes, (8.0 if call["delta"] else 6.0) * state
 
 
 def _row_cost(

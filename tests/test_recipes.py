@@ -178,7 +178,11 @@ def test_a_recurrent_layer_costs_its_state_whatever_the_context() -> None:
     conv = {"kernel": "conv_step", "x": "x", "out": "x", "features": 32, "width": 4}
     assert call_cost(conv, program, {}, StepShape(10)) == (2 * 128 + 2 * 4 * 128, 2 * 128, "f32")
     step = {"kernel": "recurrence_step", "q": "x", "out": "x", "heads": 2, "key_dim": 8, "value_dim": 4, "delta": True}
+    step |= {"key_heads": 1, "by_key": False}
     assert call_cost(step, program, {}, StepShape(10**6)) == (2 * 128 + 2 * 4 * 64, 8 * 64, "f32")
+    # In bf16 it is read each time, and written every eighth. Of 18 numbers of the log, 3.5 times as many are read.
+    rounded = call_cost(step | {"stored": "bf16"}, program, {}, StepShape(10**6))
+    assert rounded.bytes == 2 * 128 + 2 * 64 * (1 + 1 / 8) + 4 * 18 * (3.5 + 7 / 8)
 
 
 def test_the_readme_lists_every_recipe_and_target() -> None:

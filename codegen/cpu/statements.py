@@ -41,6 +41,7 @@ from qcompile.ops import CURVES, GATED, UNARY
 
 _ROLE_TYPES = {"scale": "float", "columns": "int32_t", "starts": "int32_t"}
 """C++ element type of packed weight parts by role; uint8_t for the others."""
+_STATES = {"f32": "kStateF32", "bf16": "kStateBf16", "int8": "kStateInt8"}
 _EPILOGUE = {"store": "kStore", "logits": "kLogits", "add": "kAdd"} | dict.fromkeys(GATED, "kGated")
 
 
@@ -301,7 +302,7 @@ class Statements:
         rates = f"{self.weight(c.rates)}, {boolean(c.rates_by_key)}"
         return [
             f"const RecurrenceArgs r{index}{{{inputs}, {ident(c.out)},",
-            f"    {sizes}, {rates}, {c.state}}};",
+            f"    {sizes}, {rates}, {c.state}, {_STATES[c.stored]}}};",
             f"recurrence_step(r{index}, states, s.w);",
         ]
 

@@ -54,6 +54,7 @@ def recurrence_step(context: PlanContext, c: RecurrenceStep) -> Iterator[Launch]
         name: context.ref(buffer, column=getattr(c, f"{name}_offset")) for name, buffer in operands.items()
     }
     args |= {"out": context.ref(c.out), "states": SlotsRef(), **weight_refs(rates=c.rates)}
+    args |= {"codes": SlotsRef()} if c.stored != "f32" else {}
     args |= {name: InputRef(name) for name in ("positions", "query_start", "state_slots", "certain")}
 
     def variant(spec: RecurrenceSpec, most: int = 0) -> Variant:

@@ -18,14 +18,16 @@ from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState
 
 TILE = 2048
 """Numbers of a state that a program holds."""
+INT8_TILE = 1024
+"""That of a state in int8: a thread loads up to 16 columns at once, and in TILE takes more registers than it has."""
 SCAN_TILE = 512
 """Numbers of a state that a program holds if each has a factor of its own, which takes an exponential."""
 WARP = 2048
 """Most numbers of a state that a warp holds."""
 MOST_KEYS = 4096
 """Most key features, so that a column of a state fits into the registers of few warps."""
-COLUMNS_A_THREAD = 4
-"""Columns of a state that a thread has, as Triton chooses for 16 bytes a load."""
+LOAD_BYTES = 16
+"""Bytes of a state that a thread loads at once, as Triton chooses: 4 columns of float32."""
 FEW_ROWS = 64
 """Most rows of a sequence that RecurrenceSpec computes where PromptSpec can as well."""
 FUSED_ROWS = LOG_TOKENS
@@ -84,9 +86,11 @@ class ConvSpec:
 class RecurrenceSpec:
     """A linear recurrence over rows, from the part of each slot at number `state`; all operands f32.
 
+    A state in fewer bits is the argument `codes`: the memory of `states` in its format.
+
     `strides` are the rows' distances in the operands q, k, v, decay, and gain if there is one. A program has a tile
     [key features, `columns`] of a sequence's state: value features of one head, or heads if values have one feature.
-    The tile has about `tile` numbers; 0 stands for TILE, or SCAN_TILE.
+    The tile has about `tile` numbers; 0 stands for TILE, INT8_TILE or SCAN_TILE.
     """
 
     layer: RecurrenceState
@@ -127,20 +131,35 @@ class RecurrenceSpec:
         return power_of_two(self.layer.key_dim)
 
     @property
+    def tile_numbers(self) -> int:
+        """About how many numbers a tile has."""
+        return self.tile or (SCAN_TILE if self.scan else INT8_TILE if self.layer.stored == "int8" else TILE)
+
+    @property
+    def few_columns(self) -> int:
+        """Columns of a tile of RecurrenceSpec."""
+        every = self.layer.heads if self.scan else self.layer.value_dim
+        return min(power_of_two(every), max(self.tile_numbers // self.keys, 4), 128)
+
+    @property
     def columns(self) -> int:
         """Columns of a program's tile."""
-        every = self.layer.heads if self.scan else self.layer.value_dim
-        tile = self.tile or (SCAN_TILE if self.scan else TILE)
-        return min(power_of_two(every), max(tile // self.keys, 4), 128)
+        return self.few_columns
 
     @property
     def staged(self) -> bool:
-        """Whether PromptSpec sums in the same order: as Triton lays out tiles of 4 columns a thread, rows of 4 keys."""
-        columns = self.layer.value_dim, self.slot_numbers, self.state
+        """Whether PromptSpec sums in the same order: as Triton lays out tiles of 16 bytes a thread, rows of 4 keys."""
         keys = (self.strides["q"], self.strides["k"]) if self.delta else ()
-        aligned = not any(number % 4 for number in (*columns, *keys))
+        aligned = not any(number % 4 for number in (self.slot_numbers, self.state, *keys))
+        aligned = aligned and self.layer.value_dim % self.thread_loads == 0
         whole = self.keys == self.layer.key_dim == 128 if self.delta else 64 <= self.keys <= 256
-        return aligned and whole and not self.scan and self.keys * self.columns == WARP
+        one_warp = self.keys * self.few_columns == (INT8_TILE if self.layer.stored == "int8" else WARP)
+        return aligned and whole and not self.scan and one_warp
+
+    @property
+    def thread_loads(self) -> int:
+        """Adjacent columns of a state that a thread loads."""
+        return min(LOAD_BYTES // self.layer.state_bytes, self.few_columns)
 
     @property
     def padded_heads(self) -> int:
@@ -160,10 +179,12 @@ class RecurrenceSpec:
         """The kernel for a compute capability."""
         names = [*self.strides, *["rates"] * bool(self.rates), "out", "states"]
         arguments = [Argument(name, "*fp32") for name in names]
+        if self.layer.stored != "f32":
+            arguments.append(Argument("codes", {"bf16": "*bf16", "int8": "*i8"}[self.layer.stored]))
         arguments += [Argument(name, "*i32") for name in ("positions", "query_start", "state_slots", "certain")]
         name, pdl = "scan_step" if self.scan else "recurrence_step", capability >= 90
         source = render_template(
-            "recurrence_step.py.jinja", spec=self, name=name, arguments=arguments, log=LOG_TOKENS, pdl=pdl
+            "recurrence_step.py.jinja", spec=self, name=name, arguments=arguments, log=self.layer.log_tokens, pdl=pdl
         )
         return Kernel(name, source, tuple(arguments), max(1, self.keys * self.columns // WARP), 1, pdl)
 
@@ -185,7 +206,7 @@ class PromptSpec(RecurrenceSpec):
     @property
     def key_lanes(self) -> int:
         """Threads of a warp that have other keys of the same columns."""
-        return 32 * COLUMNS_A_THREAD * self.keys // WARP
+        return 32 * self.thread_loads // self.few_columns
 
     @property
     def columns(self) -> int:
@@ -195,7 +216,7 @@ class PromptSpec(RecurrenceSpec):
     def kernel(self, capability: int) -> Kernel:
         """The kernel for a compute capability."""
         name, arguments = "recurrence_prompt", super().kernel(capability).arguments
-        values = {"name": name, "arguments": arguments, "log": LOG_TOKENS}
+        values = {"name": name, "arguments": arguments, "log": self.layer.log_tokens}
         source = render_template("recurrence_prompt.py.jinja", spec=self, **values)
         return Kernel(name, source, arguments, self.WARPS, 1)
 
@@ -204,5 +225,6 @@ def prompt_spec(spec: RecurrenceSpec, multiprocessors: int) -> PromptSpec | None
     """The kernel for many rows of a sequence, if there is one: the largest programs that nearly fill a GPU."""
     if not spec.staged:
         return None
-    made = [PromptSpec(**vars(spec), thread_columns=columns) for columns in (4, 2, 1)]
+    least = max(1, spec.thread_loads // 4)
+    made = [PromptSpec(**vars(spec), thread_columns=columns * least) for columns in (4, 2, 1)]
     return next((each for each in made if 4 * math.prod(each.programs) >= 3 * multiprocessors), made[-1])

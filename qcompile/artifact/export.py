@@ -146,6 +146,10 @@ def _conv_step(given: Any) -> list[Any]:
 
 
 def _recurrence_step(given: Any) -> list[Any]:
+    if given.stored != "f32":
+        raise UnsupportedError(
+            f"export: states in {given.stored} are rounded as a text grows; leave cache.states at f32"
+        )
     rows = [None if t is None else t[None] for t in (given.k, given.v, given.decay, given.gain)]
     k, v, decay, gain = rows
     return [_batched("linear_recurrence", given.q, (k, v, decay, given.rates, gain, given.delta)), None]

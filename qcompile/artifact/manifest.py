@@ -44,6 +44,7 @@ _KV: Shape = {
     "page_tokens": _COUNT,
     "ring_tokens": Maybe(Whole(0, 1 << 20)),
     "slot_bytes": Maybe(Whole()),
+    "state_format": Maybe(str),
 }
 
 SHAPE: Shape = {

@@ -114,7 +114,8 @@ class Diagnosis:
         shorter = f"context {console.context_text(self.plan['context'], stated)}\n" if stated else ""
         state_bytes, processes = self.plan["state_bytes"], self.plan["processes"]
         shared = f" of {processes} processes" if processes > 1 else ""
-        states = f", recurrent states {console.byte_size(state_bytes)}" if state_bytes else ""
+        form = "" if self.plan["state_format"] == "f32" else f" in {self.plan['state_format']}"
+        states = f", recurrent states{form} {console.byte_size(state_bytes)}" if state_bytes else ""
         return (
             f"exportable: {self.plan['model']}, {self.plan['parameters']:,} parameters\n"
             f"{examined}{shorter}{console.left_out(self.plan['left_out'])}{console.remarks(self.plan['remarks'])}"
@@ -208,6 +209,7 @@ def _facts(plan: CompilationPlan, kind: str, scenario: Scenario | None) -> dict[
         "processes": processes,
         "cache_bytes": processes * pages * program.kv.page_bytes,
         "state_bytes": processes * program.states.slot_bytes,
+        "state_format": program.states.stored,
         "activation_bytes": processes * sum(count * program.arena_bytes(rows) for rows, count in steps.items()),
         "files_bytes": sum(len(content) for content in plan.files.values()),
         "context": info.max_position,

@@ -8,6 +8,9 @@ are, so a row's bits do not depend on the division of a text into steps.
 recurrence; rows after them are put into its log, from which the next step continues. Where all rows are certain,
 nothing is logged. 0 leaves the base where it is: so a draft continues the states of its target, which then computes the
 same positions itself. A sequence that starts at position 0 starts from a state of zeros, whatever its slot holds.
+
+A state that is `stored` in fewer bits is rounded after each block of positions, in the base as in what continues from
+it. The base is then the last such position that is certain.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from qcompile.formats.states import LOG_TOKENS, ConvState, LayerState, RecurrenceState
+from qcompile.formats.states import STATE_FORMATS, ConvState, LayerState, RecurrenceState, StateFormat
 from qcompile.ops.recurrent import decayed, outer
 from qcompile.ops.registry import define, name_of
 from qcompile.ops.schema import operands
@@ -80,9 +83,10 @@ def _before(start: int, width: int) -> range:
 
 
 class _Parts(NamedTuple):
-    """Views of a recurrence's part of a slot. state: [H, K, D]."""
+    """Views of a recurrence's part of a slot. state: [H, K, D] in its format; scales: [H, D] of int8."""
 
     base: Tensor
+    scales: Tensor | None
     state: Tensor
     keys: Tensor
     updates: Tensor
@@ -93,14 +97,49 @@ def _parts(slot: Tensor, offset: int, layout: RecurrenceState) -> _Parts:
     base, state, keys, updates, decay, _ = (offset + place for place in layout.places)
     heads, key_dim, value_dim = layout.heads, layout.key_dim, layout.value_dim
     values = heads * value_dim
-    held = slot[state : state + values * key_dim]
+    held = _numbers(slot[state:keys], layout.stored)[: values * key_dim]
     matrix = held.view(key_dim, heads).t()[..., None] if value_dim == 1 else held.view(heads, key_dim, value_dim)
     logs = (keys, layout.key_heads * key_dim), (updates, values), (decay, layout.decays)
+    scales = None if layout.scales is None else base + layout.scales
     return _Parts(
         slot[base : base + values],
+        None if scales is None else slot[scales : scales + values].view(heads, value_dim),
         matrix,
-        *(slot[at : at + LOG_TOKENS * count].view(LOG_TOKENS, count) for at, count in logs),
+        *(slot[at : at + layout.log_tokens * count].view(layout.log_tokens, count) for at, count in logs),
     )
+
+
+def _numbers(part: Tensor, stored: StateFormat) -> Tensor:
+    """A state's part of a slot in the numbers that it consists of."""
+    return part if stored == "f32" else part.view({"bf16": torch.bfloat16, "int8": torch.int8}[stored])
+
+
+def rounded(state: Tensor, stored: StateFormat) -> tuple[Tensor, Tensor | None]:
+    """state [H, K, D] in the numbers of a format, and the scales [H, D] of int8.
+
+    A column's largest number has the code 127 or -127. Halves are rounded to even.
+    """
+    if stored == "f32":
+        return state, None
+    if stored == "bf16":
+        return state.to(torch.bfloat16), None
+    largest = state.abs().amax(1)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    return (state * inverse[:, None]).round().to(torch.int8), largest / 127
+
+
+def widened(state: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What the numbers of a state and their scales stand for."""
+    return state.to(dtype) if scales is None else state.to(dtype) * scales[:, None].to(dtype)
+
+
+def _keep(parts: _Parts, held: tuple[Tensor, Tensor | None], positions: int) -> None:
+    """Put a state that covers `positions` into the base, with its scales."""
+    state, scales = held
+    parts.state.copy_(state)
+    if parts.scales is not None and scales is not None:
+        parts.scales.copy_(scales)
+    parts.base.fill_(positions)
 
 
 def _fake_recurrence(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> list[Tensor]:
@@ -124,26 +163,29 @@ def recurrence_step(  # parameters: the schema of an operator is flat
     states: Tensor,
     delta: bool,
     offset: int,
+    stored: str = "f32",
 ) -> list[Tensor]:
     """linear_recurrence over rows, continued from the slots [S] -> [y [M, H, D], new states].
 
     q and k [M, Hk, K], v [M, H, D], decay [M, H] or [M, H, K], rates [H] or [H, K] or None, gain [M, H] or None.
+    `stored` is a key of STATE_FORMATS.
     """
+    form = state_format(stored)
     (_, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
-    layout = RecurrenceState(heads, key_heads, key_dim, value_dim, decay.dim() == 3)
+    layout = RecurrenceState(heads, key_heads, key_dim, value_dim, decay.dim() == 3, form)
     y, states = torch.empty_like(v), states.clone()
     for rows in _by_sequence(positions, sequence, state_slots):
         parts = _parts(states[rows.slot], offset, layout)
         end = rows.start + len(rows.places)
         base = int(parts.base[0]) if rows.start else 0
-        state = parts.state.to(v.dtype) if rows.start else torch.zeros_like(parts.state, dtype=v.dtype)
-        kept = max(base, min(int(certain[rows.sequence]), end))
+        state = widened(parts.state, parts.scales, v.dtype)
+        kept = max(base, min(int(certain[rows.sequence]), end) // layout.block * layout.block)
         if not rows.start:
-            parts.base.zero_()
-            parts.state.zero_()
+            state = torch.zeros_like(state)
+            _keep(parts, rounded(state, form), 0)
         for position in range(base, end):
             if position < rows.start:
-                entry = position % LOG_TOKENS
+                entry = position % layout.log_tokens
                 now = [parts.keys[entry].view(key_heads, key_dim), parts.decay[entry].view(decay.shape[1:])]
                 key, fading = (t.to(v.dtype) for t in now)
                 update = parts.updates[entry].view(heads, value_dim).to(v.dtype)
@@ -158,10 +200,12 @@ def recurrence_step(  # parameters: the schema of an operator is flat
                 y[row] = (state * _of_heads(q[row], heads)[..., None]).sum(-2)
                 if position >= kept:
                     for log, value in ((parts.keys, k[row]), (parts.updates, update), (parts.decay, decay[row])):
-                        log[position % LOG_TOKENS] = value.flatten().to(states.dtype)
-            if position + 1 == kept:
-                parts.state.copy_(state)
-                parts.base.fill_(kept)
+                        log[position % layout.log_tokens] = value.flatten().to(states.dtype)
+            if (position + 1) % layout.block == 0:
+                held = rounded(state, form)
+                state = widened(*held, v.dtype)
+                if position + 1 == kept:
+                    _keep(parts, held, kept)
     return [y, states]
 
 
@@ -170,11 +214,23 @@ def _of_heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[0], 0)
 
 
-def layer_state(node: fx.Node) -> LayerState:
-    """The state of an operator of states, over whole sequences or a step; its operands' shapes are known."""
+def state_format(name: str) -> StateFormat:
+    """The format of states called `name`. Raises ValueError if there is none."""
+    for form in STATE_FORMATS:
+        if form == name:
+            return form
+    raise ValueError(f"states of {name} are unknown; there are {', '.join(STATE_FORMATS)}")
+
+
+def layer_state(node: fx.Node, stored: StateFormat = "f32") -> LayerState:
+    """The state of an operator of states, over whole sequences or a step; its operands' shapes are known.
+
+    That of an operator over whole sequences is to be `stored` so.
+    """
     given = operands(node)
     if name_of(node.target) in ("causal_conv", "conv_step"):
         return ConvState(*given.weight.meta["val"].shape)
     (key_heads, key_dim), (heads, value_dim) = (each.meta["val"].shape[-2:] for each in (given.k, given.v))
     by_key = given.decay.meta["val"].dim() == given.k.meta["val"].dim()
-    return RecurrenceState(heads, key_heads, key_dim, value_dim, by_key)
+    form = state_format(given.stored) if name_of(node.target) == "recurrence_step" else stored
+    return RecurrenceState(heads, key_heads, key_dim, value_dim, by_key, form)

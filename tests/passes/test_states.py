@@ -11,8 +11,17 @@ from qcompile import check
 from qcompile.codegen.lower import lower
 from qcompile.codegen.packing import WeightTable
 from qcompile.codegen.state_calls import ConvStep, RecurrenceStep
-from qcompile.errors import PassError
-from qcompile.formats.states import ALIGNMENT, LOG_TOKENS, ConvState, RecurrenceState, StateLayout
+from qcompile.errors import PassError, UsageError
+from qcompile.formats.states import (
+    ALIGNMENT,
+    BLOCK_TOKENS,
+    LOG_TOKENS,
+    STATE_FORMATS,
+    ConvState,
+    RecurrenceState,
+    StateFormat,
+    StateLayout,
+)
 from qcompile.graph import Graph
 from qcompile.passes.assign_precision import AssignPrecision
 from qcompile.passes.base import apply
@@ -41,8 +50,8 @@ def quantized(graph: Graph) -> Graph:
     return graph
 
 
-def cached(graph: Graph) -> Graph:
-    return apply(Cache("kv32"), quantized(graph)).graph
+def cached(graph: Graph, states: str = "f32") -> Graph:
+    return apply(Cache("kv32", states), quantized(graph)).graph
 
 
 def run_in_steps(graph: Graph, ids: torch.Tensor, cuts: list[int], certain: list[int] | None = None) -> torch.Tensor:
@@ -91,6 +100,36 @@ def test_positions_that_are_not_certain_can_be_computed_again(shape: str) -> Non
             assert check.max_relative_error(result, wanted[:, start:end]) < EXACT, (start, end)
 
 
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+@pytest.mark.parametrize("shape", ["delta", "by key"])
+def test_states_in_fewer_bits_do_not_depend_on_steps(shape: str, states: str) -> None:
+    """Nor on what is not certain: the text is rounded after position 7, wherever steps end."""
+    graph = recurrent(**SHAPES[shape])
+    ids, positions = sequence_inputs(11)
+    exact = quantized(graph).run(ids, positions, dtype=torch.float64)
+    stepped = cached(graph, states)
+    wanted = run_in_steps(stepped, ids, [11])
+    assert (
+        check.max_relative_error(wanted[:, :8], exact[:, :8]) < EXACT < check.max_relative_error(wanted, exact) < 0.05
+    )
+    for cuts, certain in (([1, 2, 3, 4, 11], None), ([5, 8, 9, 11], None), ([4, 9, 11], [0, 4, 9])):
+        assert check.max_relative_error(run_in_steps(stepped, ids, cuts, certain), wanted) < EXACT, cuts
+
+
+def test_states_that_would_gain_nothing_in_fewer_bits_are_refused() -> None:
+    refused = (
+        (recurrent(**SHAPES["selective scan"]), "node linear_recurrence: states of bf16: a state of one value feature"),
+        (recurrent(key_dim=1), "states of bf16: a step would read and write 1,369 bytes, in f32 512"),
+        (decoder(), "states of bf16: the model has no recurrence"),
+    )
+    for graph, reason in refused:
+        with pytest.raises(PassError, match=reason):
+            cached(graph, "bf16")
+    with pytest.raises(UsageError, match=r"cache.states=fp8 is unknown; there are f32, bf16, int8"):
+        Cache(states="fp8")
+    assert Cache("kv_hier", "bf16").for_draft() == Cache("kv_hier4", "bf16")
+
+
 def test_a_sequence_at_position_0_ignores_its_slot() -> None:
     graph = cached(recurrent())
     ids, _ = sequence_inputs(6)
@@ -124,6 +163,20 @@ def test_parts_of_a_slot_do_not_overlap() -> None:
     assert layout.offsets == (0, layout.layers[0].size, layout.layers[0].size + end)
     assert not any(place % ALIGNMENT for place in (*recurrence.places, *layout.offsets, layout.slot_numbers))
     assert layout.layers[0].size >= 6 * (3 + LOG_TOKENS)
+
+
+@pytest.mark.parametrize("stored", ["bf16", "int8"])
+def test_parts_of_a_slot_with_a_state_in_fewer_bits(stored: StateFormat) -> None:
+    recurrence = RecurrenceState(heads=3, key_heads=1, key_dim=5, value_dim=7, by_key=True, stored=stored)
+    base, state, keys, updates, decay, end = recurrence.places
+    scales = recurrence.scales or state
+    assert scales - base >= 21 and state - scales >= 21 * (stored == "int8") and 4 * (keys - state) >= 105
+    assert 4 * (keys - state) < 105 * STATE_FORMATS[stored] + 4 * ALIGNMENT
+    entries = LOG_TOKENS + BLOCK_TOKENS
+    assert updates - keys >= 5 * entries and decay - updates >= 21 * entries and end - decay >= 15 * entries
+    assert not any(place % ALIGNMENT for place in (*recurrence.places, scales))
+    with pytest.raises(ValueError, match="stored in several formats"):
+        StateLayout((recurrence, RecurrenceState(3, 1, 5, 7, True)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

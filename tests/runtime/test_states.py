@@ -19,7 +19,9 @@ from torch.nn import functional as F
 import qcompile
 from qcompile import check
 from qcompile.artifact.packed_weights import STEP
+from qcompile.cli import inspect
 from qcompile.errors import ArtifactError, ResourceError
+from qcompile.formats.states import StateFormat
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.speculation.host import HostSpeculator
@@ -109,7 +111,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Builds the hybrid with a recipe."""
 
     @cache
-    def build(recipe: str, attends: bool = True, kind: str = "", lookup: bool = False) -> Path:
+    def build(
+        recipe: str, attends: bool = True, kind: str = "", lookup: bool = False, states: StateFormat = "f32"
+    ) -> Path:
         folder = tmp_path_factory.mktemp("states")
         out = folder / "out"
         if kind:
@@ -117,7 +121,8 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             qcompile.build(model, out, recipe=recipe, drafts=draft)
         else:
             source: dict[str, Any] = {"max_position": LONGEST, "example_inputs": (text(7),)}
-            qcompile.build(model_of(attends), out, recipe=recipe, drafts="lookup" if lookup else (), **source)
+            source |= {"options": {"cache.states": states}, "drafts": ["lookup"] * lookup}
+            qcompile.build(model_of(attends), out, recipe=recipe, **source)
         return out
 
     def saved(kind: str, folder: Path) -> tuple[str, str]:
@@ -169,10 +174,12 @@ RECIPES = {
     "lookup": {"recipe": "f32", "lookup": True},
     "own states": {"recipe": "f32", "kind": "olmo_hybrid"},
     "own states without attention": {"recipe": "f32", "kind": "mamba"},
+    "nested, states in int8": {"recipe": "nested", "states": "int8"},
+    "lookup, states in bf16": {"recipe": "f32", "lookup": True, "states": "bf16"},
 }
 
 
-@pytest.mark.parametrize("name", first(("nested", "own states", "lookup"), RECIPES))
+@pytest.mark.parametrize("name", first(("nested", "own states", "lookup", "nested, states in int8"), RECIPES))
 def test_drafts_change_no_token(artifact: Callable[..., Path], name: str) -> None:
     out, prompts = artifact(**RECIPES[name]), prompts_of(24, 60, 1)
     prompts += [[*prompt[:8] * 4] for prompt in prompts[:6]]  # where a lookup finds something
@@ -238,9 +245,10 @@ def test_slots_never_leak_from_one_request_to_another(artifact: Callable[..., Pa
             assert got == (expected[: len(got)] if request.output.finish_reason == "abort" else expected)
 
 
-def test_prompts_that_begin_alike_continue_from_a_copy(artifact: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("states", ["f32", "bf16"])
+def test_prompts_that_begin_alike_continue_from_a_copy(artifact: Callable[..., Path], states: StateFormat) -> None:
     """Texts that share 150 tokens, a longer continuation of one, and one that was computed before."""
-    out, drawn = artifact("f32"), random.Random(7)
+    out, drawn = artifact("f32", states=states), random.Random(7)
     shared = [drawn.randrange(VOCAB) for _ in range(150)]
     prompts = [[*shared, *tail] for tail in prompts_of(5, 30, 8)]
     prompts += [[*shared, *prompts[0][150:], *shared[:40]], prompts[2]]
@@ -302,6 +310,24 @@ def test_kernels_are_rebuilt_with_states_in_their_places(artifact: Callable[...,
     sealed_again(out, STEP)
     with pytest.raises(ArtifactError, match="does not fit together: ValueError: states begin at"):
         qcompile.rebuild(out)
+
+
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+def test_states_in_fewer_bits(artifact: Callable[..., Path], states: StateFormat) -> None:
+    """Logits have the same bits whatever the steps, and are near those of float32; a rebuilt library has the format."""
+    whole, out = artifact("f32"), artifact("f32", states=states)
+    with qcompile.load(whole, threads=2) as llm:
+        wanted, bytes_of_f32 = llm.logits(text(200)), llm.manifest["runtime"]["kv"]["slot_bytes"]
+    with qcompile.load(out, threads=2) as llm:
+        result, kv = llm.logits(text(200)), llm.manifest["runtime"]["kv"]
+        assert all(torch.equal(llm.logits(text(200), chunk=chunk), result) for chunk in (1, 7, 8))
+    # Eight significant bits in bf16, and a little less in int8, of which states that fade forget the rounding soon.
+    assert 1e-5 < check.max_relative_error(result, wanted) < 0.05
+    assert kv["state_format"] == states and kv["slot_bytes"] != bytes_of_f32
+    [(name, library)] = qcompile.rebuild(out).libraries.items()
+    assert library == (out / name).read_bytes()
+    details: Any = inspect.summary(out)
+    assert details["kv"]["state_format"] == states and details["sizes"]["states_per_request"] == kv["slot_bytes"]
 
 
 def test_few_copies_are_used_again(artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,11 @@ void harness_conv(const Batch* b, const float* x, int x_stride, float* out, int 
 // inputs: q, k, v, decay and gain (or null), rows `strides` floats apart.
 void harness_recurrence(const Batch* b, const float* const* inputs, const int* strides, float* out, int heads,
                         int key_heads, int key_dim, int value_dim, int by_key, int delta, const float* rates,
-                        int rates_by_key, int64_t state, int threads) {
+                        int rates_by_key, int64_t state, int form, int threads) {
   StateInput in[5];
   for (int i = 0; i < 5; ++i) in[i] = {inputs[i], strides[i]};
   const RecurrenceArgs a{in[0], in[1], in[2], in[3], in[4], out, heads, key_heads, key_dim, value_dim,
-                         by_key != 0, delta != 0, rates, rates_by_key != 0, state};
+                         by_key != 0, delta != 0, rates, rates_by_key != 0, state, (StateFormat)form};
   void* scratch = nullptr;
   if (posix_memalign(&scratch, 64, recurrence_scratch_bytes(key_dim))) return;
   for (int tid = 0; tid < threads; ++tid) recurrence_step(a, batch_of(*b), {tid, threads, scratch});

@@ -1,16 +1,18 @@
 // state.h: recurrent states. Each sequence has a slot, with the layout of qcompile/formats/states.py:
 //
 //   convolution  ring [W - 1 + kLog][F] of its newest raw inputs, position p in entry p % (W - 1 + kLog)
-//   recurrence   base [H * D], state [H][K][D], logs of keys [kLog][Hk * K], of updates [kLog][H * D] and of decay
-//                [kLog][H or H * K], each part from a multiple of 16 numbers on. If D is 1, the state is [K][H].
+//   recurrence   base [H * D], scales [H * D] of int8, state [H][K][D], logs of keys [L][Hk * K], of updates [L][H * D]
+//                and of decay [L][H or H * K], each part from a multiple of 16 numbers on. If D is 1, the state is
+//                [K][H]. L is kLog, and kStateBlock more if the state is stored in fewer bits (state_store.h).
 //
 // The base of a column is the number of positions that its state covers. A step replays the log from there, computes its
-// rows in order, and stores the state after the last certain position as the new base; later rows go to the log. Every
-// column of a state (and every feature of a convolution) is computed by the same operations in the same order however
-// rows are divided into steps and columns into tiles.
+// rows in order, and stores the state after the last certain position (in fewer bits the last one that ends a block) as
+// the new base; later rows go to the log. Every column of a state (and every feature of a convolution) is computed by the
+// same operations in the same order however rows are divided into steps and columns into tiles.
 #pragma once
 #include "lanes.h"
 #include "rowops.h"
+#include "state_store.h"
 
 constexpr int kLog = 32;            // LOG_TOKENS
 constexpr int kStateVectors = 4;    // vectors of 16 columns in a tile of a state
@@ -110,26 +112,38 @@ struct RecurrenceArgs {
   const float* rates;               // [heads], by key [heads][key_dim], or null: 1. If value_dim is 1, by key
   bool rates_by_key;                // [key_dim][heads rounded up to 16]
   int64_t state;                    // of the layer in a slot
+  StateFormat form;                 // of the state; kStateF32 if value_dim is 1
+
+  int block() const { return form == kStateF32 ? 1 : kStateBlock; }
+
+  // The positions that the base covers after a step of `rows`, before which it covers `base`.
+  int kept(const StateRows& rows, int base) const {
+    const int certain = (rows.certain < rows.end ? rows.certain : rows.end) / block() * block();
+    return certain > base ? certain : base;
+  }
 };
 
 // Where the parts of a recurrence's state begin.
 struct RecurrenceParts {
-  float *base, *state, *keys, *updates, *decay;
+  float *base, *scales, *state, *keys, *updates, *decay;
   int key_count, update_count, decay_count;  // numbers of an entry of the logs
+  int entries;
 
   RecurrenceParts(const RecurrenceArgs& a, float* part)
       : key_count(a.key_heads * a.key_dim),
         update_count(a.heads * a.value_dim),
-        decay_count(a.heads * (a.by_key ? a.key_dim : 1)) {
+        decay_count(a.heads * (a.by_key ? a.key_dim : 1)),
+        entries(kLog + (a.form == kStateF32 ? 0 : kStateBlock)) {
     base = part;
-    state = base + state_aligned(update_count);
-    keys = state + state_aligned((int64_t)update_count * a.key_dim);
-    updates = keys + state_aligned((int64_t)kLog * key_count);
-    decay = updates + state_aligned((int64_t)kLog * update_count);
+    scales = base + state_aligned(update_count);
+    state = a.form == kStateInt8 ? scales + state_aligned(update_count) : scales;
+    keys = state + state_aligned(((int64_t)update_count * a.key_dim * a.form + 3) / 4);
+    updates = keys + state_aligned((int64_t)entries * key_count);
+    decay = updates + state_aligned((int64_t)entries * update_count);
   }
-  const float* key(int p) const { return keys + (int64_t)(p % kLog) * key_count; }
-  const float* update(int p) const { return updates + (int64_t)(p % kLog) * update_count; }
-  const float* fading(int p) const { return decay + (int64_t)(p % kLog) * decay_count; }
+  const float* key(int p) const { return keys + (int64_t)(p % entries) * key_count; }
+  const float* update(int p) const { return updates + (int64_t)(p % entries) * update_count; }
+  const float* fading(int p) const { return decay + (int64_t)(p % entries) * decay_count; }
 
   // The base of the columns from `column` on. What is no number of positions, as in a slot that holds no state, counts
   // as the start, so that nothing is replayed.
@@ -138,7 +152,7 @@ struct RecurrenceParts {
     return start == 0 ? 0 : known >= 0.0f && known <= (float)start ? (int)known : start;
   }
   void log(int p, const float* from, float* log, int count, int at, int n) const {
-    memcpy(log + (int64_t)(p % kLog) * count + at, from, (size_t)n * sizeof(float));
+    memcpy(log + (int64_t)(p % entries) * count + at, from, (size_t)n * sizeof(float));
   }
 };
 
@@ -211,6 +225,7 @@ struct RecurrenceTile {
   float* const factors;                // [key_dim] or [1]
   StateTile own, tile;                 // in the slot, and where the tile is computed
   StateTile copy;
+  const StoredTile stored;             // in the slot, in fewer bits
 
   RecurrenceTile(const RecurrenceArgs& args, const StateRows& rows, int head, int first, int columns, float* scratch)
       : a(args),
@@ -223,29 +238,38 @@ struct RecurrenceTile {
         factors(scratch + (int64_t)args.key_dim * kStateTile),
         own{parts.state + (int64_t)head * a.key_dim * a.value_dim + first, a.value_dim, a.key_dim, columns},
         tile(own),
-        copy{scratch, kStateTile, a.key_dim, columns} {}
+        copy{scratch, kStateTile, a.key_dim, columns},
+        stored{a.form, (uint8_t*)parts.state + ((int64_t)head * a.key_dim * a.value_dim + first) * a.form,
+               parts.scales + at, a.value_dim, a.key_dim, columns} {}
 
   void run() {
-    const int base = parts.covered(at, rows.start);
-    const int certain = rows.certain < rows.end ? rows.certain : rows.end, kept = certain > base ? certain : base;
-    if (rows.start == 0) own.clear(), mark(0);
-    if (columns % 16) compute_in_copy();
+    const int base = parts.covered(at, rows.start), kept = a.kept(rows, base);
+    if (rows.start == 0) clear(), mark(0);
+    if (columns % 16 || a.form != kStateF32) compute_in_copy();
     for (int p = base; p < rows.end; ++p) {
       if (p == kept) compute_in_copy();
       if (p < rows.start) replay(p);
       else compute(p, p >= kept);
-      if (p + 1 == kept) {
-        if (tile.p == copy.p) copy.write(own);
-        mark(kept);
-      }
+      if ((p + 1) % a.block() == 0) settle(p + 1 == kept);
+      if (p + 1 == kept) mark(kept);
     }
   }
 
  private:
+  void clear() const {
+    if (a.form == kStateF32) own.clear();
+    else stored.clear();
+  }
   void compute_in_copy() {
     if (tile.p == copy.p) return;
-    copy.copy(own);
+    if (a.form == kStateF32) copy.copy(own);
+    else stored.widen(copy.p, kStateTile);
     tile = copy;
+  }
+  // Rounds the state where a block ends, and puts it into the slot if it is `kept`.
+  void settle(bool kept) const {
+    if (a.form != kStateF32) stored.round(copy.p, kStateTile, kept);
+    else if (kept && tile.p == copy.p) copy.write(own);
   }
   void mark(int covered) const {
     for (int c = 0; c < columns; ++c) parts.base[at + c] = (float)covered;
@@ -331,8 +355,7 @@ struct ScanTile {
         tile(scratch) {}
 
   void run() {
-    const int base = parts.covered(first, rows.start);
-    const int certain = rows.certain < rows.end ? rows.certain : rows.end, kept = certain > base ? certain : base;
+    const int base = parts.covered(first, rows.start), kept = a.kept(rows, base);
     for (int i = 0; i < a.key_dim; ++i)
       store(tile + i * 16, rows.start ? load_part(parts.state + (int64_t)i * a.heads + first, columns) : splat(0.0f));
     if (rows.start == 0) keep(0);
@@ -398,7 +421,7 @@ struct ScanTile {
     if (a.gain.p) w = w * load_part(a.gain.row(t) + first, columns);
     store_part(a.out + (int64_t)t * gemm_kp(a.heads) + first, step<true>(k, q, decay, w), columns);
     if (!logged) return;
-    store_part(parts.updates + (int64_t)(p % kLog) * a.heads + first, w, columns);
+    store_part(parts.updates + (int64_t)(p % parts.entries) * a.heads + first, w, columns);
     const int fading = a.by_key ? a.key_dim : 1;
     parts.log(p, decay + (int64_t)first * fading, parts.decay, parts.decay_count, first * fading, columns * fading);
     for (int c = 0; c < columns; ++c)

@@ -35,15 +35,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"attention": False, "layers": 1},
     },
     "linears of slices": {"layers": 1, "attention": False, "rank": 24},
+    "hybrid in bf16": {"layers": 1, "value_dim": 20, "states": "bf16"},
+    "hybrid in int8": {"layers": 1, "value_dim": 20, "states": "int8"},
 }
+ERRORS = {"f32": 5e-5, "bf16": 5e-3, "int8": 1e-2}
+"""float32 sums of about 100 numbers of size 1, and e^x to 1.2e-7; the states feed errors back for 70 tokens. Those in
+fewer bits are rounded eight times."""
 Open = Callable[..., Executor]
+
+
+def sizes_of(shape: str) -> tuple[dict[str, Any], str]:
+    """The sizes of a shape, and how its states are stored."""
+    sizes = dict(SHAPES[shape])
+    return sizes, sizes.pop("states", "f32")
 
 
 @cache
 def prepared(shape: str) -> tuple[Any, list[np.ndarray], int, int]:
     """The library of a shape, its weights, and bytes of a page and of a slot."""
-    passes = configure(recipes.get_recipe("f32").settings(), {"cache.format": "kv32"})
-    graphs, _ = run_passes(recurrent(**SHAPES[shape]), passes[1:])
+    sizes, states = sizes_of(shape)
+    passes = configure(recipes.get_recipe("f32").settings(), {"cache.format": "kv32", "cache.states": states})
+    graphs, _ = run_passes(recurrent(**sizes), passes[1:])
     table = WeightTable()
     program = lower(graphs[-1], table)
     blobs = [aligned(blob.numpy()) for weight in table.weights for blob in weight.produce()]
@@ -86,7 +98,7 @@ def logits_of(executor: Executor, *parts: Rows) -> np.ndarray:
 def reference(shape: str) -> np.ndarray:
     """Logits [texts, LENGTH, vocab] of the whole texts in float64."""
     positions = torch.arange(LENGTH).expand(len(TEXTS), -1)
-    graph = recurrent(**SHAPES[shape])
+    graph = recurrent(**sizes_of(shape)[0])
     logits: torch.Tensor = graph.run(torch.tensor(TEXTS), positions, dtype=torch.float64)
     return logits.numpy()
 
@@ -94,8 +106,7 @@ def reference(shape: str) -> np.ndarray:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_the_graph(opened: Open, shape: str) -> None:
     result = logits_of(opened(shape), rows(0, 0, LENGTH))
-    # float32 sums of about 100 numbers of size 1, and e^x to 1.2e-7; the states feed errors back for 70 tokens
-    np.testing.assert_allclose(result, reference(shape)[0], atol=5e-5)
+    np.testing.assert_allclose(result, reference(shape)[0], atol=ERRORS[sizes_of(shape)[1]])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

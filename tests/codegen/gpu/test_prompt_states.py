@@ -12,16 +12,29 @@ from torch import Tensor
 from qcompile.codegen.gpu.compile import build
 from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.states import FEW_ROWS, PromptSpec, RecurrenceSpec, prompt_spec
-from qcompile.formats.states import RecurrenceState
+from qcompile.formats.states import STATE_FORMATS, RecurrenceState, StateFormat
 from qcompile.targets import TARGETS
-from tests.codegen.gpu.test_states import OFFSET, ROUNDING, SHAPES, SLOTS, Layer, _rows, _step_arrays
+from tests.codegen.gpu.test_states import (
+    CODES,
+    SHAPES,
+    SLOTS,
+    Layer,
+    Shape,
+    _rows,
+    _step_arrays,
+    aligned_spec,
+    compare_results,
+    compare_slots,
+    random_states,
+    set_base,
+)
 from tests.support.compiled import Record
 from tests.support.gluon_machine import launch
 from tests.support.graphs import recurrent
 from tests.support.lowering import gpu_program
 from tests.support.tiny import Chunk
 
-STAGED: dict[str, tuple[int, int, int, int, bool, str, bool, bool]] = {
+STAGED: dict[str, Shape] = {
     "delta": (4, 2, 128, 24, False, "heads", True, True),
     "delta by key": (2, 2, 128, 20, True, "", True, True),
     "delta without gain": (2, 1, 128, 16, False, "", False, True),
@@ -29,11 +42,15 @@ STAGED: dict[str, tuple[int, int, int, int, bool, str, bool, bool]] = {
     "rates by key": (2, 1, 64, 32, False, "keys", False, False),
     "state space": (4, 2, 100, 64, False, "heads", True, False),
     "keys of 256": (2, 1, 256, 12, False, "", False, False),
+    "delta in bf16": (4, 2, 128, 24, False, "heads", True, True, "bf16"),
+    "by key in bf16": (2, 1, 128, 40, True, "keys", True, False, "bf16"),
+    "delta in int8": (2, 1, 128, 48, False, "", False, True, "int8"),
+    "by key in int8": (2, 1, 256, 24, True, "keys", True, False, "int8"),
 }
 CHUNKS = [_rows(35, 5, 3, 36), _rows(33, 0, 1), _rows(3, 9, 0, 0), _rows(17, 40, 2, 38)]
 """With drafts after two blocks; two blocks and a row; nothing certain; drafts from the first row on."""
 LOGGED = (0, 0, 3, 3)
-"""Positions that are in the chunks' logs; the log has room for them and all rows that are not certain."""
+"""Positions that are at least in the chunks' logs, which have room for them and all rows that are not certain."""
 
 
 def run(layer: Layer, spec: PromptSpec, operands: dict[str, Tensor], states: Tensor, chunks: list[Chunk]) -> Tensor:
@@ -46,6 +63,7 @@ def run(layer: Layer, spec: PromptSpec, operands: dict[str, Tensor], states: Ten
     given |= dict(zip(names, _step_arrays(chunks, *names), strict=True))
     given |= {"states": states, "out": torch.full((rows, spec.out_stride), float("nan"))}
     given |= {"rates": layer.rates} if layer.rates is not None else {}
+    given |= {} if spec.layer.stored == "f32" else {"codes": states.view(CODES[spec.layer.stored])}
     launch(spec.kernel(90), (*spec.programs, len(chunks)), given)
     return given["out"][:, :-4].reshape(rows, spec.layer.heads, spec.layer.value_dim)
 
@@ -56,24 +74,19 @@ def test_prompts_against_the_reference(name: str, columns: int) -> None:
     torch.manual_seed(1)
     layer = Layer.of(STAGED[name], gap=4)
     assert layer.spec.staged
-    spec = PromptSpec(**vars(layer.spec), thread_columns=columns)
-    places = layer.spec.layer.places
-    base, decay, end = OFFSET + places[0], OFFSET + places[4], OFFSET + places[5]
-    states = 0.3 * torch.randn(SLOTS, layer.spec.slot_numbers)
-    states[:, decay:end] = -states[:, decay:end].abs()
+    spec, block = PromptSpec(**vars(layer.spec), thread_columns=columns), layer.spec.layer.block
+    states = random_states(layer, SLOTS)
     for chunk, logged in zip(CHUNKS, LOGGED, strict=True):
-        states[chunk.slot, base : base + layer.spec.layer.heads * layer.spec.layer.value_dim] = chunk.start - logged
+        set_base(layer, states[chunk.slot], (chunk.start - logged) // block * block)
     states[1] = float("nan")  # a slot of garbage: its sequence begins
     operands = layer.operands(sum(len(chunk.tokens) for chunk in CHUNKS))
     wanted, after = layer.reference(operands, states, CHUNKS)
     result = run(layer, spec, operands, states, CHUNKS)
-    assert ((result - wanted).norm() / wanted.norm()).item() < ROUNDING
-    written = after.isfinite()
-    assert torch.equal(states.isfinite(), written)
-    assert (states - after)[written].abs().max().item() < 10 * ROUNDING
+    compare_results(layer, result, wanted)
+    compare_slots(layer, states, after)
 
 
-@pytest.mark.parametrize("name", ["delta", "rates by key"])
+@pytest.mark.parametrize("name", ["delta", "rates by key", "delta in bf16", "by key in int8"])
 def test_a_row_does_not_depend_on_where_a_prompt_is_cut(name: str) -> None:
     torch.manual_seed(2)
     layer = Layer.of(STAGED[name], gap=4)
@@ -103,23 +116,30 @@ def summed(text: str) -> list[str]:
     return [known[each] for each in re.findall(r"\}\) : \(tensor<[\dx]+xf32, (#\w+)>\)", text)]
 
 
+@pytest.mark.parametrize("stored", STATE_FORMATS)
 @pytest.mark.parametrize("delta", [True, False])
-def test_prompts_sum_in_the_order_of_few_rows(delta: bool) -> None:
-    """A thread has every eighth key of its columns, and for products of keys and queries four adjacent ones."""
-    state = RecurrenceState(2, 1, 128, 64, False)
+def test_prompts_sum_in_the_order_of_few_rows(delta: bool, stored: StateFormat) -> None:
+    """A thread has every eighth key of its columns (fewer of a state in fewer bits), and of products of keys and
+    queries four adjacent ones."""
+    state = RecurrenceState(2, 1, 128, 64, False, stored)
+    loaded, lanes = {"f32": (4, 8), "bf16": (8, 16), "int8": (8, 32)}[stored]
     spec = RecurrenceSpec(state, dict.fromkeys(("q", "k", "v", "decay"), 256), 128, 0, state.size, delta)
     few = summed(build(spec.kernel(90), 90).asm["ttgir"])
-    tile = "sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [1, 1], order = [1, 0]"
+    tile = f"sizePerThread = [1, {loaded}], threadsPerWarp = [{lanes}, {32 // lanes}]"
+    tile += ", warpsPerCTA = [1, 1], order = [1, 0]"
     row = "sizePerThread = [4], threadsPerWarp = [32], warpsPerCTA = [1], order = [0]"
-    assert few == ([tile, tile, row] if delta else [tile])
+    # int8 also asks for the largest number of each column.
+    assert list(dict.fromkeys(few)) == ([tile, row] if delta else [tile])
+    assert stored == "int8" or few.count(tile) == 1 + delta
     for columns in (1, 2, 4):
         prompt = PromptSpec(**vars(spec), thread_columns=columns)
         many = summed(build(prompt.kernel(90), 90).asm["ttgir"])
-        tile = f"sizePerThread = [16, {columns}], threadsPerWarp = [8, 4], warpsPerCTA = [1, 4], order = [1, 0]"
+        tile = f"sizePerThread = [{128 // lanes}, {columns}], threadsPerWarp = [{lanes}, {32 // lanes}]"
+        tile += ", warpsPerCTA = [1, 4], order = [1, 0]"
         rows = "sizePerThread = [1, 4], threadsPerWarp = [1, 32], warpsPerCTA = [4, 1], order = [1, 0]"
         one = "sizePerThread = [4], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]"
         assert set(many) == ({tile, rows, one} if delta else {tile})
-    assert prompt.key_lanes == 8
+    assert prompt.key_lanes == lanes
 
 
 @pytest.mark.parametrize(
@@ -168,10 +188,6 @@ def test_long_prompts_have_a_kernel_of_their_own() -> None:
 @pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
 @pytest.mark.parametrize("name", [name for name in SHAPES if "scan" not in name and "256" not in name])
 def test_prompts_compile_without_spills(name: str, target: str, compiled: Record) -> None:
-    heads, key_heads, key_dim, value_dim, by_key, rates, gain, delta = SHAPES[name]
-    state = RecurrenceState(heads, key_heads, key_dim, value_dim, by_key)
-    strides = dict.fromkeys(("q", "k", "v", "decay", *["gain"] * gain), 1 << 14)
-    spec = RecurrenceSpec(state, strides, heads * value_dim, 0, state.size, delta, rates)  # type: ignore[arg-type]
-    prompt = prompt_spec(spec, TARGETS[target].multiprocessors)
+    prompt = prompt_spec(aligned_spec(name), TARGETS[target].multiprocessors)
     assert prompt
     assert compiled(prompt.kernel(TARGETS[target].capability), TARGETS[target].capability).spill_bytes == 0

@@ -25,7 +25,7 @@ ATTENTION: dict[str, Any] = {"vocab": 40, "hidden": 128, "heads": 2, "kv_heads":
 PROMPTS = ([31], [5, 9, 11])
 
 
-def interpret_rounds(target: str, draft: str) -> None:
+def interpret_rounds(target: str, draft: str, states: str = "f32") -> None:
     """Plain decoding, graphs of rounds and rounds by the host, for two requests of which one ends early."""
     from tests.support.gpu_machine import Machine
 
@@ -33,7 +33,10 @@ def interpret_rounds(target: str, draft: str) -> None:
     models = {"states": recurrent(**SMALL), "attention": decoder(**ATTENTION, layers=1), "lookup": "lookup"}
     # 4 bits of the model itself are often right; a draft by another kind of layers is nearly always wrong.
     drafts = [] if draft == "shared" else [models[draft]]
-    machine = Machine(models[target], "nested" if draft == "shared" else "bf16", pages=9, drafts=drafts)
+    options = {} if target == "attention" else {"cache.states": states}
+    machine = Machine(
+        models[target], "nested" if draft == "shared" else "bf16", pages=9, drafts=drafts, options=options
+    )
     graphs = machine.speculator
     assert isinstance(graphs, CudaRounds)
     params = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (7, 2)]
@@ -58,6 +61,10 @@ PAIRS = [(target, draft) for target in ("states", "attention") for draft in ("sh
 @pytest.mark.parametrize(("target", "draft"), first((*PAIRS[:3], PAIRS[5]), [*PAIRS[:4], PAIRS[5]]))
 def test_rounds_over_states_interpreted(target: str, draft: str) -> None:
     interpreted(__name__, f"interpret_rounds({target!r}, {draft!r})")
+
+
+def test_rounds_over_states_in_fewer_bits_interpreted() -> None:
+    interpreted(__name__, "interpret_rounds('states', 'shared', 'bf16')")
 
 
 def interpret_what_is_certain() -> None:

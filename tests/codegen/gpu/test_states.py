@@ -18,7 +18,7 @@ from qcompile.codegen.gpu.plan import make_plan
 from qcompile.codegen.gpu.states import FUSED_ROWS, ConvSpec, RecurrenceSpec
 from qcompile.codegen.state_calls import ConvStep
 from qcompile.errors import UnsupportedError
-from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState
+from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState, StateFormat
 from qcompile.targets import TARGETS
 from tests.support.compiled import Record
 from tests.support.graphs import recurrent, step_inputs
@@ -26,8 +26,10 @@ from tests.support.interpreted import interpreted
 from tests.support.lowering import gpu_program
 from tests.support.tiny import Chunk
 
-# heads, key heads, key size, value size, decay by key, rates, gain, delta
-RECURRENCES: dict[str, tuple[int, int, int, int, bool, Any, bool, bool]] = {
+Shape = tuple[int, int, int, int, bool, Any, bool, bool] | tuple[int, int, int, int, bool, Any, bool, bool, StateFormat]
+"""Heads, key heads, key size, value size, decay by key, rates, gain, delta; how the state is stored, if not in f32."""
+
+RECURRENCES: dict[str, Shape] = {
     "gated delta": (4, 2, 16, 8, False, "heads", True, True),
     "odd": (3, 3, 5, 7, False, "", False, True),
     "decay by key": (4, 2, 8, 20, True, "", True, True),
@@ -37,10 +39,20 @@ RECURRENCES: dict[str, tuple[int, int, int, int, bool, Any, bool, bool]] = {
     "scan with groups": (6, 2, 4, 1, True, "heads", True, True),
     "scan of numbers": (5, 5, 1, 1, False, "", False, False),
     "scan by head": (6, 3, 4, 1, False, "heads", True, False),
+    "bf16": (4, 2, 16, 8, False, "heads", True, True, "bf16"),
+    "odd bf16": (3, 3, 5, 7, False, "", False, True, "bf16"),
+    "several tiles of bf16": (2, 1, 128, 40, True, "keys", True, False, "bf16"),
+    "int8": (4, 2, 16, 8, False, "heads", True, True, "int8"),
+    "odd int8": (3, 3, 5, 7, False, "", False, True, "int8"),
+    "several tiles of int8": (2, 1, 128, 40, True, "keys", True, False, "int8"),
 }
 OFFSET, SLOTS = 32, 4
+CODES = {"bf16": torch.bfloat16, "int8": torch.int8}
+"""Numbers of states in fewer bits."""
 ROUNDING = 1e-6
 """float32 sums of up to 128 terms in another order."""
+FLIPPED = 2e-3
+"""One number of 128 with the next code: 2^-8 of it in bf16, 1 / 127 of a column's largest number in int8."""
 
 
 @dataclass
@@ -51,10 +63,10 @@ class Layer:
     rates: Tensor | None
 
     @classmethod
-    def of(cls, shape: tuple[int, int, int, int, bool, Any, bool, bool], gap: int = 3) -> Layer:
+    def of(cls, shape: Shape, gap: int = 3) -> Layer:
         """Of a shape as RECURRENCES has them. Rows of operands and of the result lie `gap` numbers apart."""
-        heads, key_heads, key_dim, value_dim, by_key, rates, gain, delta = shape
-        state = RecurrenceState(heads, key_heads, key_dim, value_dim, by_key)
+        (heads, key_heads, key_dim, value_dim, by_key, rates, gain, delta), stored = shape[:8], shape[8:]
+        state = RecurrenceState(heads, key_heads, key_dim, value_dim, by_key, *stored)
         keys, values = key_heads * key_dim, heads * value_dim
         widths = {"q": keys, "k": keys, "v": values, "decay": state.decays} | ({"gain": heads} if gain else {})
         strides = {each: width + gap for each, width in widths.items()}
@@ -83,7 +95,8 @@ class Layer:
         if rates and spec.scan and self.rates is not None and self.rates.dim() == 2:
             rates = [torch.nn.functional.pad(self.rates.t(), (0, spec.padded_heads - spec.layer.heads)).contiguous()]
         step = _step_arrays(chunks, "positions", "query_start", "state_slots", "certain")
-        load(spec.kernel(80))[(*spec.programs, len(chunks))](*padded, *rates, out, states, *step)
+        codes = [] if spec.layer.stored == "f32" else [states.view(CODES[spec.layer.stored])]
+        load(spec.kernel(80))[(*spec.programs, len(chunks))](*padded, *rates, out, states, *codes, *step)
         return out[:, :-gap].reshape(rows, spec.layer.heads, spec.layer.value_dim)
 
     def reference(self, operands: dict[str, Tensor], states: Tensor, chunks: list[Chunk]) -> list[Tensor]:
@@ -92,7 +105,8 @@ class Layer:
         )
         q, k, v, decay, gain = (operands.get(each) for each in ("q", "k", "v", "decay", "gain"))
         result: list[Tensor] = ops.reference("recurrence_step")(
-            *(q, k, v, decay, self.rates, gain, positions, sequence, slots, certain, states, self.spec.delta, OFFSET)
+            *(q, k, v, decay, self.rates, gain, positions, sequence, slots, certain, states, self.spec.delta, OFFSET),
+            stored=self.spec.layer.stored,
         )
         return result
 
@@ -121,20 +135,63 @@ def interpret_recurrence(name: str) -> None:
     """Sequences that begin, that continue with replayed positions, that verify drafts, and that leave their base."""
     torch.manual_seed(1)
     layer = Layer.of(RECURRENCES[name])
-    chunks = [_rows(3, 5, 3, 7), _rows(4, 0, 1), _rows(2, 9, 0, 0), _rows(5, 40, 2, 38)]
-    base, _, _, _, decay, end = (OFFSET + place for place in layer.spec.layer.places)
-    states = 0.3 * torch.randn(SLOTS, layer.spec.slot_numbers)
-    states[:, decay:end] = -states[:, decay:end].abs()
+    chunks = [_rows(3, 5, 3, 7), _rows(4, 0, 1), _rows(2, 9, 0, 0), _rows(5, 40, 2, 38), _rows(9, 36, 4)]
+    states = random_states(layer, SLOTS + 1)
     for chunk in chunks:
-        states[chunk.slot, base : base + layer.spec.layer.heads * layer.spec.layer.value_dim] = chunk.start - 3
+        set_base(layer, states[chunk.slot], (chunk.start - 3) // layer.spec.layer.block * layer.spec.layer.block)
     states[1] = float("nan")  # a slot of garbage: its sequence begins
-    operands = layer.operands(14)
+    operands = layer.operands(23)
     wanted, after = layer.reference(operands, states, chunks)
     result = layer.run(operands, states, chunks)
-    assert ((result - wanted).norm() / wanted.norm()).item() < ROUNDING
+    compare_results(layer, result, wanted)
+    compare_slots(layer, states, after)
+
+
+def random_states(layer: Layer, slots: int) -> Tensor:
+    """Slots of small numbers. Decay is negative, and so large that states stay small."""
+    spec, (_, state, keys, _, decay, end) = layer.spec, layer.spec.layer.places
+    states = 0.3 * torch.randn(slots, spec.slot_numbers)
+    states[:, OFFSET + decay : OFFSET + end] = -states[:, OFFSET + decay : OFFSET + end].abs()
+    if spec.layer.scales:
+        states[:, OFFSET + spec.layer.scales : OFFSET + state] /= 127
+    if spec.layer.stored != "f32":
+        codes = states[:, OFFSET + state : OFFSET + keys].view(CODES[spec.layer.stored])
+        whole = spec.layer.stored == "int8"
+        codes.copy_(torch.randint(-127, 128, codes.shape) if whole else 0.3 * torch.randn(codes.shape))
+    return states
+
+
+def set_base(layer: Layer, slot: Tensor, positions: int) -> None:
+    """Say that the state in a slot covers that number of positions."""
+    base = OFFSET + layer.spec.layer.places[0]
+    slot[base : base + layer.spec.layer.heads * layer.spec.layer.value_dim] = positions
+
+
+def compare_results(layer: Layer, result: Tensor, wanted: Tensor) -> None:
+    """Results are those of the reference; of a state in fewer bits, few columns have a code that is the next one."""
+    stored = layer.spec.layer.stored
+    assert ((result - wanted).norm() / wanted.norm()).item() < (ROUNDING if stored == "f32" else FLIPPED)
+    assert stored == "f32" or _near(result - wanted, stored)
+
+
+def _near(difference: Tensor, stored: StateFormat) -> bool:
+    if stored == "f32":
+        return difference.abs().max().item() < 10 * ROUNDING
+    few = (difference.abs() < 10 * ROUNDING).float().mean().item() > 0.97
+    return few and difference.abs().max().item() < 10 * FLIPPED
+
+
+def compare_slots(layer: Layer, states: Tensor, after: Tensor) -> None:
+    """Slots hold what those of the reference hold; a state in fewer bits may have a few other codes."""
+    _, state, keys, *_ = (OFFSET + place for place in layer.spec.layer.places)
+    if layer.spec.layer.stored != "f32":
+        kind = torch.int16 if layer.spec.layer.stored == "bf16" else torch.int8
+        codes, wanted = (each[:, state:keys].clone().view(kind).int() for each in (states, after))
+        assert (codes == wanted).float().mean() > 0.99
+        states, after = (torch.cat([each[:, :state], each[:, keys:]], 1) for each in (states, after))
     held = after.isfinite()
     assert torch.equal(states.isfinite(), held)
-    assert (states - after)[held].abs().max().item() < 10 * ROUNDING
+    assert _near((states - after)[held], layer.spec.layer.stored)
 
 
 @pytest.mark.parametrize("name", RECURRENCES)
@@ -169,7 +226,7 @@ def interpret_divisions(name: str) -> None:
     assert torch.equal(part(10, 12, 0), whole[10:])
 
 
-@pytest.mark.parametrize("name", ["gated delta", "several tiles", "scan"])
+@pytest.mark.parametrize("name", ["gated delta", "several tiles", "scan", "bf16", "several tiles of int8"])
 def test_bits_do_not_depend_on_the_step(name: str) -> None:
     interpreted(__name__, f"interpret_divisions({name!r})")
 
@@ -231,11 +288,13 @@ def test_rows_of_one_launch_store_nothing_that_others_read() -> None:
 # ---- plans -----------------------------------------------------------------------------------------
 
 
-def interpret_step(attention: bool) -> None:
+def interpret_step(attention: bool, states: str = "f32") -> None:
     """A whole step of a small model against its graph, and the same text in several steps."""
     from tests.support.gpu_interpreter import Interpreter
 
-    graph, program, blobs = gpu_program(recurrent(hidden=64, layers=1, attention=attention), "bf16", {})
+    graph, program, blobs = gpu_program(
+        recurrent(hidden=64, layers=1, attention=attention), "bf16", {"cache.states": states}
+    )
     plan = make_plan(program, TARGETS["h200"], split=64, inline_asm=False)
     ids = torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(1))
     inputs = step_inputs(ids, None, graph)
@@ -250,9 +309,9 @@ def interpret_step(attention: bool) -> None:
     assert ((last[-1] - result[-1]).norm() / result[-1].norm()).item() < 1e-3  # other GEMM kernels for few rows
 
 
-@pytest.mark.parametrize("attention", [True, False])
-def test_a_step_with_states_interpreted(attention: bool) -> None:
-    interpreted(__name__, f"interpret_step({attention})")
+@pytest.mark.parametrize(("attention", "states"), [(True, "f32"), (False, "f32"), (False, "int8")])
+def test_a_step_with_states_interpreted(attention: bool, states: str) -> None:
+    interpreted(__name__, f"interpret_step({attention}, {states!r})")
 
 
 def test_a_convolution_of_few_rows_is_one_launch() -> None:
@@ -297,23 +356,31 @@ def test_keys_that_fit_no_registers_are_refused() -> None:
         RecurrenceSpec(state, {}, 16, 0, state.size, False)
 
 
-SHAPES = {
+SHAPES: dict[str, Shape] = {
     "gated delta of 128": (32, 16, 128, 128, False, "heads", True, True),
     "decay by key of 128": (32, 32, 128, 128, True, "", True, True),
     "state space of 128 x 64": (128, 8, 128, 64, False, "heads", True, False),
     "scan of 16": (8192, 1, 16, 1, False, "keys", True, False),
     "keys of 256": (8, 8, 256, 256, False, "", False, False),
+    "gated delta of 128 in bf16": (32, 16, 128, 128, False, "heads", True, True, "bf16"),
+    "gated delta of 128 in int8": (32, 16, 128, 128, False, "heads", True, True, "int8"),
+    "state space of 128 x 64 in bf16": (128, 8, 128, 64, False, "heads", True, False, "bf16"),
+    "decay by key of 128 in int8": (32, 32, 128, 128, True, "", True, True, "int8"),
 }
+
+
+def aligned_spec(name: str) -> RecurrenceSpec:
+    """The kernel of a shape of SHAPES, over aligned operands."""
+    (heads, key_heads, key_dim, value_dim, by_key, rates, gain, delta), stored = SHAPES[name][:8], SHAPES[name][8:]
+    state = RecurrenceState(heads, key_heads, key_dim, value_dim, by_key, *stored)
+    strides = dict.fromkeys(("q", "k", "v", "decay", *["gain"] * gain), 1 << 14)
+    return RecurrenceSpec(state, strides, heads * value_dim, 0, state.size, delta, rates)
 
 
 @pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_recurrences_compile_without_spills(name: str, target: str, compiled: Record) -> None:
-    heads, key_heads, key_dim, value_dim, by_key, rates, gain, delta = SHAPES[name]
-    state = RecurrenceState(heads, key_heads, key_dim, value_dim, by_key)
-    strides = dict.fromkeys(("q", "k", "v", "decay", *["gain"] * gain), 1 << 14)
-    rated: Any = rates
-    spec = RecurrenceSpec(state, strides, heads * value_dim, 0, state.size, delta, rated)
+    spec = aligned_spec(name)
     built = compiled(spec.kernel(TARGETS[target].capability), TARGETS[target].capability)
     assert built.spill_bytes == 0 and built.threads == 32, built.registers
 
