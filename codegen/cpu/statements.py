@@ -56,6 +56,14 @@ class RopeTable:
     scaling: float
 
 
+def _recurrence_calls(c: RecurrenceStep, args: str) -> list[str]:
+    """The calls of a recurrence, with that which logs keys and decay when all threads have done their tiles."""
+    apart = (
+        [] if c.stored == "f32" else [f"if (states.has_many()) m.pool->sync(tid), recurrence_log({args}, states, s.w);"]
+    )
+    return [f"recurrence_step({args}, states, s.w);", *apart]
+
+
 def rope_stride(rotary_dim: int) -> int:
     """Floats per token of a table of cos and sin."""
     return 2 * round_up(rotary_dim // 2, 8)
@@ -300,11 +308,8 @@ class Statements:
         inputs = ", ".join(place(*each) for each in (*places, (c.gain, c.gain_offset)))
         sizes = f"{c.heads}, {c.key_heads}, {c.key_dim}, {c.value_dim}, {boolean(c.by_key)}, {boolean(c.delta)}"
         rates = f"{self.weight(c.rates)}, {boolean(c.rates_by_key)}"
-        return [
-            f"const RecurrenceArgs r{index}{{{inputs}, {ident(c.out)},",
-            f"    {sizes}, {rates}, {c.state}, {_STATES[c.stored]}}};",
-            f"recurrence_step(r{index}, states, s.w);",
-        ]
+        rest = f"    {sizes}, {rates}, {c.state}, {_STATES[c.stored]}}};"
+        return [f"const RecurrenceArgs r{index}{{{inputs}, {ident(c.out)},", rest, *_recurrence_calls(c, f"r{index}")]
 
     def _logits(self, c: Logits, _: int) -> list[str]:
         x = self.program.buffer(c.x)

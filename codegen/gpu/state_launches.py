@@ -10,9 +10,10 @@ from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, weight_refs
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import Grid, GridSize, InputRef, Operands, SlotsRef
-from qcompile.codegen.gpu.states import FEW_ROWS, FUSED_ROWS, ConvSpec, RecurrenceSpec, prompt_spec
+from qcompile.codegen.gpu.states import FEW_ROWS, FUSED_ROWS, ConvSpec, LogSpec, RecurrenceSpec, log_spec, prompt_spec
 from qcompile.codegen.state_calls import ConvStep, RecurrenceStep
 from qcompile.errors import UnsupportedError
+from qcompile.formats.states import ROUND_TOKENS
 
 
 def conv_step(context: PlanContext, call: ConvStep | fused.ActivatedConv) -> Iterator[Launch]:
@@ -37,7 +38,7 @@ def conv_step(context: PlanContext, call: ConvStep | fused.ActivatedConv) -> Ite
 
 
 def recurrence_step(context: PlanContext, c: RecurrenceStep) -> Iterator[Launch]:
-    """The launch of a recurrence: programs for each sequence."""
+    """The launches of a recurrence: programs for each sequence, and with a state in fewer bits one for its log."""
     operands = {name: str(getattr(c, name)) for name in c.read_fields if getattr(c, name) is not None}
     _check_f32(context, *operands.values(), c.out)
     rates: Literal["", "heads", "keys"] = "" if c.rates is None else "keys" if c.rates_by_key else "heads"
@@ -61,10 +62,25 @@ def recurrence_step(context: PlanContext, c: RecurrenceStep) -> Iterator[Launch]
         return Variant(spec.kernel(context.capability), (*spec.programs, GridSize("sequences")), args, most)
 
     prompt = prompt_spec(spec, context.target.multiprocessors)
-    if prompt:
-        yield Launch(c.name, "queries", (variant(spec, FEW_ROWS), variant(prompt)))
-    else:
-        yield Launch(c.name, "sequences", (variant(spec),))
+    last = variant(prompt) if prompt else None
+    if c.stored == "f32":
+        if last:
+            yield Launch(c.name, "queries", (variant(spec, FEW_ROWS), last))
+        else:
+            yield Launch(c.name, "sequences", (variant(spec),))
+        return
+    apart = replace(spec, logs_shared=False)
+    more = (variant(apart, FEW_ROWS), last) if last else (variant(apart),)
+    yield Launch(c.name, "queries", (variant(spec, ROUND_TOKENS), *more))
+    yield _log(context, c, log_spec(spec), args)
+
+
+def _log(context: PlanContext, c: RecurrenceStep, spec: LogSpec, given: Operands) -> Launch:
+    """The launch that logs keys and decay of steps with many rows of a sequence."""
+    args: Operands = {name: given[name] for name in ("k", "decay", "states")}
+    args |= {name: InputRef(name) for name in ("row_sequence", "positions", "state_slots")}
+    log = Variant(spec.kernel(context.capability), (GridSize("tokens"), spec.programs, 1), args, 0)
+    return Launch(f"{c.name}.log", "queries", (Variant(None, (0, 0, 0), {}, ROUND_TOKENS), log))
 
 
 def _check_f32(context: PlanContext, *buffers: str) -> None:

@@ -101,6 +101,8 @@ class RecurrenceSpec:
     delta: bool
     rates: Literal["", "heads", "keys"] = ""
     tile: int = 0
+    logs_shared: bool = True
+    """Whether keys and decay, which several programs read, enter the log here. Else LogSpec puts them there."""
 
     AHEAD = 2
     """Number of tokens by which operands are loaded ahead."""
@@ -190,6 +192,45 @@ class RecurrenceSpec:
 
 
 @dataclass(frozen=True)
+class LogSpec:
+    """Keys and decay enter the log, after a recurrence: one program for each row and BLOCK numbers.
+
+    The log of a state in fewer bits also has certain rows. Where a step has more than ROUND_TOKENS rows of a sequence,
+    these may take the entries of positions before the step, which other programs of the recurrence have yet to replay.
+    """
+
+    layer: RecurrenceState
+    strides: dict[str, int]
+    state: int
+    slot_numbers: int
+
+    BLOCK = 512
+
+    @property
+    def title(self) -> str:
+        """Title of the generated source."""
+        return f"Log of keys and decay of {self.layer.heads} heads"
+
+    @property
+    def programs(self) -> int:
+        """Programs per row."""
+        return -(-max(self.layer.key_heads * self.layer.key_dim, self.layer.decays) // self.BLOCK)
+
+    def kernel(self, capability: int) -> Kernel:
+        """The kernel for a compute capability."""
+        arguments = [Argument(name, "*fp32") for name in ("k", "decay", "states")]
+        arguments += [Argument(name, "*i32") for name in ("row_sequence", "positions", "state_slots")]
+        name, pdl = "recurrence_log", capability >= 90
+        source = render_template("recurrence_log.py.jinja", spec=self, name=name, arguments=arguments, pdl=pdl)
+        return Kernel(name, source, tuple(arguments), 4, 1, pdl)
+
+
+def log_spec(spec: RecurrenceSpec) -> LogSpec:
+    """What follows a recurrence that does not log keys and decay."""
+    return LogSpec(spec.layer, spec.strides, spec.state, spec.slot_numbers)
+
+
+@dataclass(frozen=True)
 class PromptSpec(RecurrenceSpec):
     """A linear recurrence over many rows of a sequence, with the results of RecurrenceSpec to the bit.
 
@@ -226,5 +267,6 @@ def prompt_spec(spec: RecurrenceSpec, multiprocessors: int) -> PromptSpec | None
     if not spec.staged:
         return None
     least = max(1, spec.thread_loads // 4)
-    made = [PromptSpec(**vars(spec), thread_columns=columns * least) for columns in (4, 2, 1)]
+    fields = vars(spec) | {"logs_shared": spec.layer.stored == "f32"}
+    made = [PromptSpec(**fields, thread_columns=columns * least) for columns in (4, 2, 1)]
     return next((each for each in made if 4 * math.prod(each.programs) >= 3 * multiprocessors), made[-1])

@@ -27,6 +27,9 @@ LOG_TOKENS = 32
 """Positions that a log holds: those after the base, at most the drafts of two rounds and the tokens before them."""
 
 
+ROUND_TOKENS = LOG_TOKENS // 2
+"""Most rows of a sequence in a round of drafts. Of rows that may be taken back, a log holds those of two rounds."""
+
 BLOCK_TOKENS = 8
 """Positions from one rounding of a state in fewer bits to the next.
 

@@ -320,7 +320,7 @@ def test_states_in_fewer_bits(artifact: Callable[..., Path], states: StateFormat
         wanted, bytes_of_f32 = llm.logits(text(200)), llm.manifest["runtime"]["kv"]["slot_bytes"]
     with qcompile.load(out, threads=2) as llm:
         result, kv = llm.logits(text(200)), llm.manifest["runtime"]["kv"]
-        assert all(torch.equal(llm.logits(text(200), chunk=chunk), result) for chunk in (1, 7, 8))
+        assert all(torch.equal(llm.logits(text(200), chunk=chunk), result) for chunk in (1, 7, 8, 37))
     # Eight significant bits in bf16, and a little less in int8, of which states that fade forget the rounding soon.
     assert 1e-5 < check.max_relative_error(result, wanted) < 0.05
     assert kv["state_format"] == states and kv["slot_bytes"] != bytes_of_f32

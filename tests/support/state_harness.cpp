@@ -33,6 +33,7 @@ void harness_recurrence(const Batch* b, const float* const* inputs, const int* s
   void* scratch = nullptr;
   if (posix_memalign(&scratch, 64, recurrence_scratch_bytes(key_dim))) return;
   for (int tid = 0; tid < threads; ++tid) recurrence_step(a, batch_of(*b), {tid, threads, scratch});
+  for (int tid = 0; tid < threads; ++tid) recurrence_log(a, batch_of(*b), {tid, threads, scratch});
   free(scratch);
 }
 }

@@ -15,6 +15,7 @@
 #include "state_store.h"
 
 constexpr int kLog = 32;            // LOG_TOKENS
+constexpr int kRoundRows = 16;      // ROUND_TOKENS
 constexpr int kStateVectors = 4;    // vectors of 16 columns in a tile of a state
 constexpr int kStateTile = 16 * kStateVectors;
 constexpr int64_t state_aligned(int64_t count) { return (count + 15) / 16 * 16; }
@@ -32,6 +33,12 @@ struct StateBatch {
   float* states;          // [slots][slot_numbers]
   int64_t slot_numbers;
 
+  // Whether a sequence has more rows than a round of drafts.
+  bool has_many() const {
+    for (int s = 0; s < sequences; ++s)
+      if (query_start[s + 1] - query_start[s] > kRoundRows) return true;
+    return false;
+  }
   StateRows rows(int s, int64_t offset) const {
     const int begin = query_start[s], count = query_start[s + 1] - begin, start = count ? positions[begin] : 0;
     return {begin, start, start + count, certain[s], states + slots[s] * slot_numbers + offset};
@@ -113,6 +120,10 @@ struct RecurrenceArgs {
   bool rates_by_key;                // [key_dim][heads rounded up to 16]
   int64_t state;                    // of the layer in a slot
   StateFormat form;                 // of the state; kStateF32 if value_dim is 1
+
+  // Whether keys and decay enter the log when all tiles are done. The log of a state in fewer bits also has certain rows,
+  // and of many these may take the entries of positions before the step, which other tiles have yet to replay.
+  bool logs_apart(const StateRows& rows) const { return form != kStateF32 && rows.end - rows.start > kRoundRows; }
 
   int block() const { return form == kStateF32 ? 1 : kStateBlock; }
 
@@ -320,7 +331,7 @@ struct RecurrenceTile {
     memcpy(out + at, y, (size_t)columns * sizeof(float));
     if (!logged) return;
     parts.log(p, w, parts.updates, parts.update_count, at, columns);
-    if (first) return;  // what the tiles and heads share is logged once
+    if (first || a.logs_apart(rows)) return;  // what the tiles and heads share is logged once
     const int fading = a.by_key ? a.key_dim : 1, group = a.heads / a.key_heads;
     parts.log(p, decay + (int64_t)head * fading, parts.decay, parts.decay_count, head * fading, fading);
     if (head % group == 0) parts.log(p, k, parts.keys, parts.key_count, head / group * a.key_dim, a.key_dim);
@@ -465,5 +476,21 @@ static void recurrence_step(const RecurrenceArgs& a, const StateBatch& b, const 
     if (i % each == each - 1)
       for (int t = 0; t < rows.end - rows.start; ++t)
         for (int c = width; c < kp; ++c) a.out[(int64_t)(rows.begin + t) * kp + c] = 0.0f;
+  }
+}
+
+// Logs the keys and decay of sequences with many rows, after a barrier behind recurrence_step.
+static void recurrence_log(const RecurrenceArgs& a, const StateBatch& b, const Worker& w) {
+  const Range mine = share(b.sequences, w);
+  for (int s = mine.begin; s < mine.end; ++s) {
+    const StateRows rows = b.rows(s, a.state);
+    if (!a.logs_apart(rows)) continue;
+    const RecurrenceParts parts(a, rows.part);
+    const int base = (int)parts.base[0];
+    for (int p = base > rows.start ? base : rows.start; p < rows.end; ++p) {
+      const int t = rows.begin + p - rows.start;
+      parts.log(p, a.k.row(t), parts.keys, parts.key_count, 0, parts.key_count);
+      parts.log(p, a.decay.row(t), parts.decay, parts.decay_count, 0, parts.decay_count);
+    }
   }
 }

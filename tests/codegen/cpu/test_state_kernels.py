@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from qcompile import ops
-from qcompile.formats.states import LOG_TOKENS, STATE_FORMATS, ConvState, LayerState, RecurrenceState, StateFormat
+from qcompile.formats.states import (
+    BLOCK_TOKENS,
+    LOG_TOKENS,
+    ROUND_TOKENS,
+    STATE_FORMATS,
+    ConvState,
+    LayerState,
+    RecurrenceState,
+    StateFormat,
+)
 from qcompile.targets import cpu_flags
 from tests.conftest import MadeOnce
 from tests.support.harness import ISAS, compile_harness
@@ -310,6 +319,34 @@ def test_what_is_not_certain_can_be_taken_back(machine: Callable[..., Machine], 
             running.run(Part(0, at + kept + 1, at + drafts + 1, at + 1, True))
         at += kept + 1
     np.testing.assert_array_equal(running.run(Part(0, at, TOKENS)), whole[at:])
+
+
+@pytest.mark.parametrize("case", ["delta", "tiles", "bf16 tiles by key", "odd int8", "int8 tiles by key"])
+def test_a_log_holds_all_that_may_be_taken_back(machine: Callable[..., Machine], case: str) -> None:
+    """Two rounds of drafts that are right, wherever in a block they begin; later steps replay them."""
+    whole = machine(case).run(Part(0, 0, TOKENS))
+    for start in range(1, 1 + BLOCK_TOKENS):
+        running, ends = machine(case), [start + ROUND_TOKENS, start + 2 * ROUND_TOKENS]
+        running.run(Part(0, 0, start))
+        parts = [(start, ends[0], start + 1), (*ends, ends[0] + 1), (ends[1], ends[1] + 1, TOKENS)]
+        for begin, end, certain in (*parts, (ends[1] + 1, TOKENS, TOKENS)):
+            np.testing.assert_array_equal(running.run(Part(0, begin, end, certain)), whole[begin:end])
+        again = machine(case)  # all that may be taken back at once
+        again.run(Part(0, 0, start))
+        np.testing.assert_array_equal(again.run(Part(0, start, ends[1], start)), whole[start : ends[1]])
+        np.testing.assert_array_equal(again.run(Part(0, ends[1], TOKENS)), whole[ends[1] :])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_long_parts_that_begin_within_a_block(machine: Callable[..., Machine], case: str) -> None:
+    """Rows at the end of a part may have the entries of a log that its beginning replays."""
+    whole = machine(case).run(Part(0, 0, TOKENS))
+    for start in range(1, 8):
+        for end in range(start + ROUND_TOKENS, TOKENS, 3):
+            running, parts = machine(case, 2), []
+            for begin, until in ((0, start), (start, end), (end, TOKENS)):
+                parts.append(running.run(Part(0, begin, until)))
+            np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
 HELD = ["odd conv", "delta", "by key, with rates", "wide and odd", "scan with delta", "odd bf16", "wide and odd int8"]

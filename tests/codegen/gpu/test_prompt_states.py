@@ -11,11 +11,12 @@ from torch import Tensor
 
 from qcompile.codegen.gpu.compile import build
 from qcompile.codegen.gpu.plan import make_plan
-from qcompile.codegen.gpu.states import FEW_ROWS, PromptSpec, RecurrenceSpec, prompt_spec
+from qcompile.codegen.gpu.states import FEW_ROWS, PromptSpec, RecurrenceSpec, log_spec, prompt_spec
 from qcompile.formats.states import STATE_FORMATS, RecurrenceState, StateFormat
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_states import (
     CODES,
+    LOG_INPUTS,
     SHAPES,
     SLOTS,
     Layer,
@@ -65,6 +66,10 @@ def run(layer: Layer, spec: PromptSpec, operands: dict[str, Tensor], states: Ten
     given |= {"rates": layer.rates} if layer.rates is not None else {}
     given |= {} if spec.layer.stored == "f32" else {"codes": states.view(CODES[spec.layer.stored])}
     launch(spec.kernel(90), (*spec.programs, len(chunks)), given)
+    if not spec.logs_shared:
+        log = log_spec(spec)
+        given |= dict(zip(LOG_INPUTS, _step_arrays(chunks, *LOG_INPUTS), strict=True))
+        launch(log.kernel(80), (rows, log.programs, 1), given)
     return given["out"][:, :-4].reshape(rows, spec.layer.heads, spec.layer.value_dim)
 
 
@@ -74,7 +79,8 @@ def test_prompts_against_the_reference(name: str, columns: int) -> None:
     torch.manual_seed(1)
     layer = Layer.of(STAGED[name], gap=4)
     assert layer.spec.staged
-    spec, block = PromptSpec(**vars(layer.spec), thread_columns=columns), layer.spec.layer.block
+    block = layer.spec.layer.block
+    spec = PromptSpec(**vars(layer.spec) | {"logs_shared": block == 1}, thread_columns=columns)
     states = random_states(layer, SLOTS)
     for chunk, logged in zip(CHUNKS, LOGGED, strict=True):
         set_base(layer, states[chunk.slot], (chunk.start - logged) // block * block)
@@ -90,10 +96,11 @@ def test_prompts_against_the_reference(name: str, columns: int) -> None:
 def test_a_row_does_not_depend_on_where_a_prompt_is_cut(name: str) -> None:
     torch.manual_seed(2)
     layer = Layer.of(STAGED[name], gap=4)
-    spec, text = PromptSpec(**vars(layer.spec)), layer.operands(50)
+    spec = PromptSpec(**vars(layer.spec) | {"logs_shared": layer.spec.layer.block == 1})
+    text = layer.operands(50)
     states = torch.full((SLOTS, layer.spec.slot_numbers), float("nan"))
-    whole = run(layer, spec, text, states, [_rows(50, 0, 2)])
-    for slot, cuts in enumerate(([1, 17, 50], [16, 49, 50])):
+    whole = run(layer, spec, text, states, [_rows(50, 0, 3)])
+    for slot, cuts in enumerate(([1, 17, 50], [16, 49, 50], [5, 47, 50])):
         pieces, start = [], 0
         for end in cuts:
             part = {each: x[start:end] for each, x in text.items()}

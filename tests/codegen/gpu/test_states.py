@@ -15,10 +15,10 @@ from qcompile.codegen.calls import Call, Elementwise, TakeRows
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.fuse import activate_convolutions, fuse
 from qcompile.codegen.gpu.plan import make_plan
-from qcompile.codegen.gpu.states import FUSED_ROWS, ConvSpec, RecurrenceSpec
+from qcompile.codegen.gpu.states import FUSED_ROWS, ConvSpec, RecurrenceSpec, log_spec
 from qcompile.codegen.state_calls import ConvStep
 from qcompile.errors import UnsupportedError
-from qcompile.formats.states import LOG_TOKENS, ConvState, RecurrenceState, StateFormat
+from qcompile.formats.states import LOG_TOKENS, ROUND_TOKENS, ConvState, RecurrenceState, StateFormat
 from qcompile.targets import TARGETS
 from tests.support.compiled import Record
 from tests.support.graphs import recurrent, step_inputs
@@ -47,6 +47,7 @@ RECURRENCES: dict[str, Shape] = {
     "several tiles of int8": (2, 1, 128, 40, True, "keys", True, False, "int8"),
 }
 OFFSET, SLOTS = 32, 4
+LOG_INPUTS = ("row_sequence", "positions", "state_slots")
 CODES = {"bf16": torch.bfloat16, "int8": torch.int8}
 """Numbers of states in fewer bits."""
 ROUNDING = 1e-6
@@ -88,7 +89,8 @@ class Layer:
         """The interpreted kernel: the rows' results; changes `states`."""
         from qcompile.codegen.gpu.compile import load
 
-        spec, rows, gap = self.spec, len(operands["q"]), 3
+        many = self.spec.layer.stored != "f32" and max(len(chunk.tokens) for chunk in chunks) > ROUND_TOKENS
+        spec, rows, gap = dataclasses.replace(self.spec, logs_shared=not many), len(operands["q"]), 3
         out = torch.full((rows, spec.out_stride), float("nan"))
         padded = [torch.nn.functional.pad(x.reshape(rows, -1), (0, gap), value=float("nan")) for x in operands.values()]
         rates = [] if self.rates is None else [self.rates]
@@ -97,6 +99,12 @@ class Layer:
         step = _step_arrays(chunks, "positions", "query_start", "state_slots", "certain")
         codes = [] if spec.layer.stored == "f32" else [states.view(CODES[spec.layer.stored])]
         load(spec.kernel(80))[(*spec.programs, len(chunks))](*padded, *rates, out, states, *codes, *step)
+        if many:
+            log = log_spec(spec)
+            made = dict(zip(operands, padded, strict=True)) | {"states": states}
+            made |= dict(zip(LOG_INPUTS, _step_arrays(chunks, *LOG_INPUTS), strict=True))
+            kernel = log.kernel(80)
+            load(kernel)[rows, log.programs, 1](*(made[each.name] for each in kernel.arguments))
         return out[:, :-gap].reshape(rows, spec.layer.heads, spec.layer.value_dim)
 
     def reference(self, operands: dict[str, Tensor], states: Tensor, chunks: list[Chunk]) -> list[Tensor]:
@@ -231,6 +239,24 @@ def test_bits_do_not_depend_on_the_step(name: str) -> None:
     interpreted(__name__, f"interpret_divisions({name!r})")
 
 
+def interpret_long_parts(name: str) -> None:
+    """Rows at the end of a part may have the entries of a log that its beginning replays."""
+    torch.manual_seed(4)
+    layer = Layer.of(RECURRENCES[name])
+    text = layer.operands(52)
+    states = torch.full((SLOTS, layer.spec.slot_numbers), float("nan"))
+    whole = layer.run(text, states, [_rows(52, 0, 2)])
+    for slot, cuts in ((0, [5, 47, 52]), (1, [3, 10, 27, 52])):
+        for start, end in zip([0, *cuts], cuts, strict=False):
+            part = {each: x[start:end] for each, x in text.items()}
+            assert torch.equal(layer.run(part, states, [_rows(end - start, start, slot)]), whole[start:end])
+
+
+@pytest.mark.parametrize("name", ["several tiles", "several tiles of bf16", "several tiles of int8"])
+def test_long_parts_that_begin_within_a_block(name: str) -> None:
+    interpreted(__name__, f"interpret_long_parts({name!r})")
+
+
 # ---- convolutions ----------------------------------------------------------------------------------
 
 
@@ -350,6 +376,21 @@ def test_what_a_convolution_does_not_apply(change: str) -> None:
     assert activate_convolutions(changed) == changed
 
 
+def test_steps_with_many_rows_log_keys_apart() -> None:
+    sizes: dict[str, Any] = {"hidden": 64, "layers": 1, "key_dim": 128, "value_dim": 64}
+    for value_dim, count in ((64, 3), (60, 2)):  # with a kernel for prompts, and without
+        sizes |= {"value_dim": value_dim}
+        program = gpu_program(recurrent(**sizes), "bf16", {"cache.states": "bf16"})[1]
+        launches = make_plan(program, TARGETS["h200"]).launches
+        step, log = (launch for launch in launches if launch.name.startswith("recurrence_step"))
+        assert step.by == log.by == "queries" and [variant.most for variant in log.variants] == [ROUND_TOKENS, 0]
+        assert len(step.variants) == count and step.variants[0].most == ROUND_TOKENS
+        assert log.variants[0].code is None and "recurrence_log" in log.variants[1].kernel
+        codes = [variant.code for variant in step.variants]
+        keys = f"{program.states.layers[1].places[2]} + entry"  # type: ignore[union-attr]
+        assert [code.source.count(f"tl.store(part + {keys}") for code in codes if code] == [1] + [0] * (count - 1)
+
+
 def test_keys_that_fit_no_registers_are_refused() -> None:
     state = RecurrenceState(1, 1, 8192, 16, False)
     with pytest.raises(UnsupportedError, match="8192 key features: GPU recurrences take at most 4096"):
@@ -383,6 +424,12 @@ def test_recurrences_compile_without_spills(name: str, target: str, compiled: Re
     spec = aligned_spec(name)
     built = compiled(spec.kernel(TARGETS[target].capability), TARGETS[target].capability)
     assert built.spill_bytes == 0 and built.threads == 32, built.registers
+
+
+@pytest.mark.parametrize("target", ["a100", "h200"])
+def test_logs_compile_without_spills(target: str, compiled: Record) -> None:
+    kernel = log_spec(aligned_spec("gated delta of 128 in bf16")).kernel(TARGETS[target].capability)
+    assert compiled(kernel, TARGETS[target].capability).spill_bytes == 0
 
 
 @pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
