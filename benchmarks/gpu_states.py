@@ -144,9 +144,12 @@ class Layer:
         """The first position of a sequence of a step.
 
         Where states are rounded in blocks, one of eight decodes the last position of a block: from the second launch on
-        it replays nothing, and stores the state. The others replay four positions.
+        it replays nothing, and stores the state. The others replay four positions. Verified rows replay as many as
+        they are, and four.
         """
-        return 103 if self.spec.layer.block > 1 and rows == 1 and index % 8 == 7 else 100
+        if self.spec.layer.block == 1:
+            return 100
+        return 92 + rows if rows > 1 else 103 if index % 8 == 7 else 100
 
     def settle(self, positions: int) -> None:
         """Let every slot have a state after `positions` positions."""
@@ -231,9 +234,10 @@ def decoding(name: str, batch: int, copies: Copies, rows: int = 1, tile: int = 0
     layer.settle(100 - before)
     operands, launches = layer.operands(rows * batch), []
     for each in range(layer.sets):
+        places = [layer.place(i, rows) for i in range(batch)]
         # The base stays, so that each launch does the same.
-        certain = 100 - before if rows > 1 else EVERYTHING
-        parts = [(rows, layer.place(i, rows), each * batch + i, certain) for i in range(batch)]
+        certain = [at - before if rows > 1 else EVERYTHING for at in places]
+        parts = [(rows, places[i], each * batch + i, certain[i]) for i in range(batch)]
         launches.append(layer.launch_of(layer.given(operands, parts), batch))
     us = graph_us(launches, 9, 16)
     row: Row = {"shape": name, "batch": batch, "rows": rows, "us": us} | ({"tile": tile} if tile else {})

@@ -167,9 +167,11 @@ struct RecurrenceParts {
   }
 };
 
-// What a thread needs for a tile: a copy of it, and the factors of a token's decay.
+constexpr int kReplayed = 4;  // positions of a log that are replayed together
+
+// What a thread needs for a tile: a copy of it, and the factors of the decay of tokens that are computed together.
 constexpr size_t recurrence_scratch_bytes(int key_dim) {
-  return sizeof(float) * ((size_t)key_dim * kStateTile + (size_t)state_aligned(key_dim));
+  return sizeof(float) * ((size_t)key_dim * kStateTile + kReplayed * (size_t)state_aligned(key_dim));
 }
 
 // A tile of `columns` columns of a state matrix [key_dim][...], its rows `stride` floats apart.
@@ -207,8 +209,8 @@ QC_INLINE void recall(const StateTile& s, const float* factors, const float* k, 
   for (int v = 0; v < V; ++v) f_store(u + 16 * v, sum[v]);
 }
 
-// S = F S + k w^T and, if q is given, y = S^T q.
-template <int V, bool kByKey, bool kReads>
+// S = F S + k w^T and y = S^T q.
+template <int V, bool kByKey>
 QC_INLINE void absorb(const StateTile& s, const float* factors, const float* k, const float* w, const float* q, float* y) {
   F16 sum[V], update[V];
   for (int v = 0; v < V; ++v) sum[v] = f_set(0.0f), update[v] = f_load(w + 16 * v);
@@ -219,11 +221,30 @@ QC_INLINE void absorb(const StateTile& s, const float* factors, const float* k, 
     for (int v = 0; v < V; ++v) {
       const F16 x = f_dot(f_mul(f_load(row + 16 * v), f), update[v], k + i);
       f_store(row + 16 * v, x);
-      if (kReads) sum[v] = f_dot(sum[v], x, q + i);
+      sum[v] = f_dot(sum[v], x, q + i);
     }
   }
-  if (kReads)
-    for (int v = 0; v < V; ++v) f_store(y + 16 * v, sum[v]);
+  for (int v = 0; v < V; ++v) f_store(y + 16 * v, sum[v]);
+}
+
+// S = F S + k w^T for N tokens, one after the other, with the factors of each `next` behind those before.
+template <int V, bool kByKey, int N>
+QC_INLINE void absorb_all(const StateTile& s, const float* factors, int64_t next, const float* const* k,
+                          const float (*w)[kStateTile]) {
+  for (int i = 0; i < s.key_dim; ++i) {
+    float* row = s.p + i * s.stride;
+    F16 x[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) x[v] = f_load(row + 16 * v);
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      const F16 f = f_set(factors[n * next + (kByKey ? i : 0)]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) x[v] = f_dot(f_mul(x[v], f), f_load(w[n] + 16 * v), k[n] + i);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) f_store(row + 16 * v, x[v]);
+  }
 }
 
 // The tile of head `head` that starts at column `first` of it, for all rows of a sequence.
@@ -257,12 +278,12 @@ struct RecurrenceTile {
     const int base = parts.covered(at, rows.start), kept = a.kept(rows, base);
     if (rows.start == 0) clear(), mark(0);
     if (columns % 16 || a.form != kStateF32) compute_in_copy();
-    for (int p = base; p < rows.end; ++p) {
+    for (int p = base; p < rows.end;) {
       if (p == kept) compute_in_copy();
-      if (p < rows.start) replay(p);
-      else compute(p, p >= kept);
-      if ((p + 1) % a.block() == 0) settle(p + 1 == kept);
-      if (p + 1 == kept) mark(kept);
+      if (p < rows.start) p += replay(p, kept);
+      else compute(p, p >= kept), ++p;
+      if (p % a.block() == 0) settle(p == kept);
+      if (p == kept) mark(kept);
     }
   }
 
@@ -289,7 +310,7 @@ struct RecurrenceTile {
   bool has_factors() const { return a.by_key || a.rates_by_key; }
 
   // Factors exp(decay * rates) of a token, for its decay.
-  void fade(const float* decay) {
+  void fade(const float* decay, float* factors) const {
     const float* d = decay + (int64_t)head * (a.by_key ? a.key_dim : 1);
     const float* r = a.rates ? a.rates + (int64_t)head * (a.rates_by_key ? a.key_dim : 1) : nullptr;
     if (!has_factors()) {
@@ -304,11 +325,34 @@ struct RecurrenceTile {
     }
   }
 
-  void replay(int p) {
-    alignas(64) float w[kStateTile] = {};
-    memcpy(w, parts.update(p) + at, (size_t)columns * sizeof(float));
-    fade(parts.fading(p));
-    step<false>(of_head(parts.key(p)), w, nullptr, nullptr);
+  // Replays positions from p on: at most kReplayed, to the next one after which the state is kept or rounded. Returns
+  // their number.
+  int replay(int p, int kept) {
+    int end = rows.start < p + kReplayed ? rows.start : p + kReplayed;
+    if (p < kept && kept < end) end = kept;
+    const int rounded = (p / a.block() + 1) * a.block();
+    if (a.form != kStateF32 && rounded < end) end = rounded;
+    alignas(64) float w[kReplayed][kStateTile] = {};
+    const float* k[kReplayed] = {};
+    const int64_t next = state_aligned(a.key_dim);
+    for (int n = 0; n < end - p; ++n) {
+      memcpy(w[n], parts.update(p + n) + at, (size_t)columns * sizeof(float));
+      k[n] = of_head(parts.key(p + n));
+      fade(parts.fading(p + n), factors + n * next);
+    }
+    if (has_factors()) replay_all<true>(end - p, next, k, w);
+    else replay_all<false>(end - p, next, k, w);
+    return end - p;
+  }
+
+  template <bool kByKey>
+  void replay_all(int count, int64_t next, const float* const* k, const float (*w)[kStateTile]) const {
+    switch (count) {
+      case 1: return absorb_all<V, kByKey, 1>(tile, factors, next, k, w);
+      case 2: return absorb_all<V, kByKey, 2>(tile, factors, next, k, w);
+      case 3: return absorb_all<V, kByKey, 3>(tile, factors, next, k, w);
+      default: return absorb_all<V, kByKey, kReplayed>(tile, factors, next, k, w);
+    }
   }
 
   void compute(int p, bool logged) {
@@ -316,7 +360,7 @@ struct RecurrenceTile {
     const int t = rows.begin + p - rows.start;
     const float *k = of_head(a.k.row(t)), *q = of_head(a.q.row(t)), *decay = a.decay.row(t);
     memcpy(w, a.v.row(t) + at, (size_t)columns * sizeof(float));
-    fade(decay);
+    fade(decay, factors);
     if (a.delta) {
       if (has_factors()) recall<V, true>(tile, factors, k, u);
       else recall<V, false>(tile, factors, k, u);
@@ -326,7 +370,8 @@ struct RecurrenceTile {
       const F16 gain = f_set(a.gain.row(t)[head]);
       for (int v = 0; v < V; ++v) f_store(w + 16 * v, f_mul(f_load(w + 16 * v), gain));
     }
-    step<true>(k, w, q, y);
+    if (has_factors()) absorb<V, true>(tile, factors, k, w, q, y);
+    else absorb<V, false>(tile, factors, k, w, q, y);
     float* out = a.out + (int64_t)t * gemm_kp(a.heads * a.value_dim);
     memcpy(out + at, y, (size_t)columns * sizeof(float));
     if (!logged) return;
@@ -335,12 +380,6 @@ struct RecurrenceTile {
     const int fading = a.by_key ? a.key_dim : 1, group = a.heads / a.key_heads;
     parts.log(p, decay + (int64_t)head * fading, parts.decay, parts.decay_count, head * fading, fading);
     if (head % group == 0) parts.log(p, k, parts.keys, parts.key_count, head / group * a.key_dim, a.key_dim);
-  }
-
-  template <bool kReads>
-  void step(const float* k, const float* w, const float* q, float* y) {
-    if (has_factors()) absorb<V, true, kReads>(tile, factors, k, w, q, y);
-    else absorb<V, false, kReads>(tile, factors, k, w, q, y);
   }
 };
 
