@@ -76,19 +76,20 @@ async def client(port: int, batch: int) -> dict[str, float]:
     return results
 
 
-def over_http(llm: Any, batch: int, folder: Path) -> dict[str, float]:
-    """`client` in another process, of a server in this one."""
+def over_http(llm: Any, batch: int, folder: Path, http_process: bool) -> dict[str, float]:
+    """`client` in another process, of a server in this one, or in this one and one that answers clients."""
+    from benchmarks.serving_tokens import serve_tokens
     from qcompile.runtime.server import app
 
     listening, out = app.bind("127.0.0.1", 0), folder / "client.json"
     arguments = [f"--client={listening.getsockname()[1]},{batch}", str(out)]
-    served = app.Served(llm, "llama", max_waiting=1024)
+    out.unlink(missing_ok=True)
 
     def start_client() -> None:
         subprocess.Popen([sys.executable, __file__, *arguments])
 
     with contextlib.suppress(KeyboardInterrupt):  # the client's, when it is done
-        app.serve(served, listening, start_client)
+        serve_tokens(llm, folder, 1024, listening, start_client, http_process)
     result: dict[str, float] = json.loads(out.read_text())
     return result
 
@@ -153,7 +154,9 @@ def measure(recipe: str, folder: Path, batches: tuple[int, ...]) -> list[dict[st
         row |= {"waiting": generated(llm, batch), "varied_waiting": generated(llm, batch, varied=True)}
         llm.engine.overlaps = True
         try:
-            row |= over_http(llm, batch, folder)
+            row |= over_http(llm, batch, folder, http_process=True)
+            one = over_http(llm, batch, folder, http_process=False)
+            row |= {f"one_process_{name}": value for name, value in one.items()}
         except ModuleNotFoundError as error:
             row["http"] = f"no {error.name}"
         llm._close.detach()  # the executor serves the next batch

@@ -1,18 +1,19 @@
 """What the host's work for each step costs in CPU time, over a GPU that is only a clock: no GPU is needed.
 
-    python benchmarks/host_cost.py [out.json] [--batches=256,512] [--modes=generate,http,masks]
+    python benchmarks/host_cost.py [out.json] [--batches=256,512] [--modes=generate,http,apart,masks]
                                    [--workloads=same,varied]
 
 The engine, the executor of GPUs and the server are the real ones; the driver computes nothing. A step takes as long as
 one of Llama-3-8B by `qserve` takes on an H200
 (benchmarks/results/gpu_serving_h200.json). Tokens are those of Python source files. The requests are those of
 benchmarks/gpu_serving.py: "same" is 16 tokens in and 512 out, "varied" 16 to 300 in and 64 to 512 out, all at once, two
-after each other in each place. "http" streams to clients of another process.
+after each other in each place. "http" streams to clients of another process, "apart" does so from a process of its own.
 
 `engine_ms`, `loop_ms` and `other_ms` are CPU milliseconds a step of the thread that steps the engine, of the event loop
-of the server, and of all other threads. `pieces` are those of streams; slower steps give more of them a step. `busy` is
-the share of the time in which the GPU would have computed: below 1, the host was late, or other programs of the machine
-were in its way, which CPU times tell apart.
+of its process (which serves clients with "http", and takes requests from a channel with "apart"), and of all other
+threads. `pieces` are those of streams; slower steps give more of them a step. `busy` is the share of the time in which
+the GPU would have computed: below 1, the host was late, or other programs of the machine were in its way, which CPU
+times tell apart.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import product
 from pathlib import Path
@@ -39,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import machine
 from benchmarks.gpu_serving import Work, ask, workload
+from benchmarks.serving_tokens import serve_tokens
 from qcompile.runtime.cuda import launching
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.masks import DeviceMasks
@@ -48,13 +51,14 @@ from qcompile.runtime.sampling.inputs import GREEDY
 from qcompile.runtime.sampling.masks import Masks
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server import app
+from qcompile.runtime.server.apart import host
 from qcompile.runtime.server.service import Job, Service
 from qcompile.runtime.step import Limits, Rows
 from tests.support.fake_driver import PLAN, FakeDriver, FakeLaunch
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 LAUNCHES, ARGUMENTS, MASK_STEPS = 300, 16, 60
-_DEFAULTS = ("batches", "256,512"), ("modes", "generate,http"), ("workloads", "same,varied")
+_DEFAULTS = ("batches", "256,512"), ("modes", "generate,http,apart"), ("workloads", "same,varied")
 STEP_SECONDS, ROW_SECONDS = 1.5e-3, 20e-6
 """Of a step of Llama-3-8B on an H200: 1.5 ms with one row, 3.0 with 64, 6.6 with 256."""
 CONTEXT, PAGE_TOKENS = 1024, 64
@@ -132,7 +136,7 @@ def generate(llm: LLM, work: Work) -> None:
     llm.generate([prompt for prompt, _ in work], params)
 
 
-def serve(llm: LLM, batch: int, name: str) -> None:
+def serve(llm: LLM, batch: int, name: str, http_process: bool) -> None:
     """All requests by clients of another process."""
     listening = app.bind("127.0.0.1", 0)
     command = [sys.executable, __file__, f"--client={listening.getsockname()[1]},{batch},{name}"]
@@ -140,8 +144,11 @@ def serve(llm: LLM, batch: int, name: str) -> None:
     def started() -> None:
         subprocess.Popen(command)
 
-    with contextlib.suppress(KeyboardInterrupt):  # the client's, when it is done
-        app.serve(app.Served(llm, "model", max_waiting=2 * batch), listening, started)
+    with (  # the interrupt is the client's, when it is done
+        contextlib.suppress(KeyboardInterrupt),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        serve_tokens(llm, Path(folder), 2 * batch, listening, started, http_process)
 
 
 def client(port: str, batch: str, name: str) -> None:
@@ -205,12 +212,12 @@ def measure(batch: int, mode: str, name: str) -> dict[str, Any]:
             super()._publish(job, samples)
             pieces.append(1)
 
-    app.Service = Watched  # type: ignore[misc]
+    app.Service = host.Service = Watched  # type: ignore[misc]
     main, whole, wall = time.thread_time(), time.process_time(), time.monotonic()
     if mode == "generate":
         generate(llm, work)
     else:
-        serve(llm, batch, name)
+        serve(llm, batch, name, mode == "apart")
     main, whole, wall = time.thread_time() - main, time.process_time() - whole, time.monotonic() - wall
     engine, loop = (ended[0], main) if ended else (main, 0.0)
     each = 1e3 / clock.steps

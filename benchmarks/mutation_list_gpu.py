@@ -277,9 +277,9 @@ GPU_MUTATIONS = (
     ),
     Mutation(
         "a launch that is kept does not learn where the prompts' pages begin now",
-        "runtime/cuda/launching.py",
-        'for place, operand in operands if "past" in operand]',
-        "for place, operand in ()]",
+        "runtime/cuda/program.py",
+        'elif "past" in operand:',
+        "elif False:",
         f"{GPU_PROMPTS} -k decoding_beside",
     ),
     Mutation(

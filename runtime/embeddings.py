@@ -11,7 +11,7 @@ import numpy as np
 from qcompile.errors import OverflowedError, UnsupportedError, UsageError, shown
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.params import plain_number
-from qcompile.runtime.step import HiddenStates, StepExecutor
+from qcompile.runtime.step import HiddenStates, Limits, StepExecutor
 
 Pooling = Literal["last", "mean"]
 """The hidden state of a text's last token, or the mean of those of all its tokens."""
@@ -26,7 +26,18 @@ class PoolingEngine(Protocol):
     def pooled(self, texts: Sequence[Sequence[int]], pooling: Pooling, adapter: str | None) -> FloatArray: ...
 
 
-def hidden_states(executor: StepExecutor) -> HiddenStates:
+class GivesHidden(Protocol):
+    """What is needed of an executor to check requests."""
+
+    @property
+    def hidden(self) -> HiddenStates | str:
+        """What gives hidden states, or why nothing does."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+
+def hidden_states(executor: GivesHidden) -> HiddenStates:
     """What gives hidden states. Raises UnsupportedError if the model cannot."""
     if isinstance(executor.hidden, str):
         raise UnsupportedError(f"this artifact gives no hidden states: {executor.hidden}")
@@ -54,15 +65,15 @@ class EmbeddingOptions:
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
             raise UsageError(f"dimensions must be a whole number of at least 1, not {shown(self.dimensions)}")
 
-    def check(self, engine: PoolingEngine) -> None:
+    def check(self, executor: GivesHidden) -> None:
         """Raise UnsupportedError if the model gives no hidden states, UsageError if they have fewer dimensions."""
-        width = hidden_states(engine.executor).width
+        width = hidden_states(executor).width
         if self.dimensions is not None and self.dimensions > width:
             raise UsageError(f"dimensions must be at most {width}, the model's hidden size, not {self.dimensions}")
 
     def embeddings(self, engine: PoolingEngine, texts: Sequence[Sequence[int]]) -> FloatArray:
         """Embeddings [texts, dimensions] of texts (tokens). Raises OverflowedError where numbers are not finite."""
-        self.check(engine)
+        self.check(engine.executor)
         pooled = engine.pooled(texts, self.pooling, self.lora)[:, : self.dimensions]
         if not np.isfinite(pooled).all():
             raise OverflowedError

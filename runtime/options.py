@@ -11,12 +11,9 @@ from qcompile.artifact.rebuilt import RebuiltKernels
 from qcompile.artifact.signature import trusted_keys
 from qcompile.errors import UsageError
 from qcompile.runtime.lora.table import check_names
-from qcompile.runtime.outputs import MOST_DRAFTS
+from qcompile.runtime.outputs import AUTO, MOST_DRAFTS
 from qcompile.runtime.ranks.launcher import launched
 from qcompile.runtime.sampling.params import plain_number
-
-AUTO = -1
-"""As `LoadOptions.gamma`: chosen for each step from measurements."""
 
 MAX_BATCH = 16
 """The default of `LoadOptions.max_batch`."""

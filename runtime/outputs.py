@@ -75,6 +75,8 @@ class RequestMetrics:
 
 MOST_DRAFTS = 16
 """Most tokens drafted in one round."""
+AUTO = -1
+"""As the number of tokens drafted in one round: chosen for each step from measurements."""
 
 
 @dataclass

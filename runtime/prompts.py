@@ -12,7 +12,7 @@ from qcompile.errors import LongPromptError, UsageError, shown
 from qcompile.runtime.arguments import are_tokens, plain
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.params import SamplingParams
-from qcompile.runtime.step import StepExecutor
+from qcompile.runtime.step import Limits
 from qcompile.runtime.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -36,13 +36,24 @@ class CheckedPrompt:
         return self.tokens if self.embeds is None else []
 
 
-class TakesPrompts(Protocol):
-    """What prompts are read for: an engine."""
+class BoundsPrompts(Protocol):
+    """What bounds prompts: an executor."""
 
-    executor: StepExecutor
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def embed_width(self) -> int:
+        """The width of embeddings that prompts may consist of; 0 if they may not."""
+
+
+class TakesPrompts(Protocol):
+    """What prompts are read for: an engine. context: most tokens of prompt and output together."""
+
     tokenizer: Tokenizer | None
     context: int
-    """Most tokens of prompt and output together."""
+
+    @property
+    def executor(self) -> BoundsPrompts: ...
 
 
 class PromptReader:

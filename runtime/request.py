@@ -188,7 +188,7 @@ class SpeculationState:
 class StreamState:
     """What is needed to continue the output's text.
 
-    detokenizer: None if the artifact has no tokenizer. marks: the texts of special tokens that stop texts contain.
+    detokenizer: None if the output gets no text. marks: the texts of special tokens that stop texts contain.
     """
 
     detokenizer: Detokenizer | None

@@ -10,7 +10,7 @@ from qcompile import sample_text
 from qcompile.cli.bench import Sizes
 from qcompile.cli.load_test.workload import read_prompts
 from qcompile.errors import UsageError
-from qcompile.runtime.options import AUTO
+from qcompile.runtime.outputs import AUTO
 
 if TYPE_CHECKING:
     from qcompile.runtime.llm import LLM

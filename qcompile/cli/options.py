@@ -671,6 +671,14 @@ class Serving(Answering):
         ),
     ] = False
     page: Annotated[bool, typer.Option("--page/--no-page", help="Whether / is a page to chat with the model.")] = True
+    http_process: Annotated[
+        bool | None,
+        typer.Option(
+            "--http-process/--no-http-process",
+            help="Whether clients are answered in a process of its own, so that the engine never waits for it. "
+            "Default: on a GPU.",
+        ),
+    ] = None
     replicas: Annotated[
         int,
         typer.Option(

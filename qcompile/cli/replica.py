@@ -75,16 +75,14 @@ def _serve_on(
 ) -> None:
     """Serve the artifact at the path of a socket."""
     from qcompile.cli.models import opened
-    from qcompile.cli.serving import defaults_lines, served_options, sinks_of
-    from qcompile.runtime.chat import chat_template
-    from qcompile.runtime.server import app, logs
+    from qcompile.cli.serve_model import ModelToServe, serve_model
+    from qcompile.cli.serving import defaults_lines
+    from qcompile.runtime.server import logs
 
     logs.configure(logging.level, logging.form)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    limits = app.ConnectionLimits(serving.request_timeout, _CLIENTS, _CLIENTS)
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening,
-        sinks_of(logging) as sinks,
         opened(str(artifact), building, loading, max_batch=serving.max_batch) as (llm, artifact_used),
     ):
         listening.bind(path)
@@ -93,9 +91,8 @@ def _serve_on(
             console.print_json_line({"context": llm.context, "lines": list(defaults_lines(llm))})
 
         name = serving.name or artifact_used.name
-        template = chat_template(artifact_used.path, llm.manifest["files"])
-        options = {"sinks": sinks(name), "limits": limits, **served_options(serving)}
-        app.serve(app.Served(llm, name, template, keys, **options), listening, ready)
+        limits = serving.request_timeout, _CLIENTS, _CLIENTS
+        serve_model(ModelToServe(llm, artifact_used.path, name, serving, logging, keys, limits, listening), ready)
 
 
 if __name__ == "__main__":

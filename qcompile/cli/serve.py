@@ -9,7 +9,7 @@ from dataclasses import replace
 from qcompile.cli import console, launching, replicas
 from qcompile.cli.models import artifact_to_load, opened
 from qcompile.cli.options import Building, Json, Logging, ServedLoading, Serving, Source, command
-from qcompile.cli.serving import defaults_lines, served_options, sinks_of, url_of
+from qcompile.cli.serving import check_traces, defaults_lines, url_of
 from qcompile.errors import ResourceError, UsageError
 
 
@@ -32,7 +32,7 @@ def serve(
       curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def main("}'
     """
     try:
-        from qcompile.runtime.chat import chat_template
+        from qcompile.cli.serve_model import ModelToServe, serve_model
         from qcompile.runtime.server import app, logs
     except ModuleNotFoundError as error:
         raise ResourceError(f"serving needs {error.name}: pip install 'qcompile[serve]'") from error
@@ -40,6 +40,7 @@ def serve(
     keys = _api_keys(serving)
     _check_sleep(serving, keys)
     logs.configure(logging.level, logging.form)
+    check_traces(logging)
     say = logs.tell if logging.form == "json" else lambda text: console.log(f"qcompile: {text}")
     limits = app.ConnectionLimits(*serving.limits)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that hangs up ends its answer, not the server
@@ -48,13 +49,12 @@ def serve(
         with app.bind(serving.host, serving.port) as listening:
             artifact = artifact_to_load(out, building, loading)
             named = replace(serving, name=serving.name or artifact.name)
-            given = replicas.Given(artifact.path, named, logging, loading, keys, artifact.foreign)
-            if replicas.serve(given, listening, url_of(listening.getsockname()), limits, say, json):
+            given_replicas = replicas.Given(artifact.path, named, logging, loading, keys, artifact.foreign)
+            if replicas.serve(given_replicas, listening, url_of(listening.getsockname()), limits, say, json):
                 say("ended by SIGTERM")
         return
     with (  # a port that is taken is refused before anything is built
         app.bind(serving.host, serving.port) as listening,
-        sinks_of(logging) as sinks,
         opened(out, building, loading, max_batch=serving.max_batch) as (llm, artifact),
     ):
         name, url = serving.name or artifact.name, url_of(listening.getsockname())
@@ -67,9 +67,8 @@ def serve(
             for line in (*defaults_lines(llm), f"{name} answers at {url} (Ctrl-C ends)"):
                 say(line)
 
-        template = chat_template(artifact.path, llm.manifest["files"])
-        options = {"sinks": sinks(name), "limits": limits, **served_options(serving)}
-        if app.serve(app.Served(llm, name, template, keys, **options), listening, ready):
+        given = ModelToServe(llm, artifact.path, name, serving, logging, keys, serving.limits, listening)
+        if serve_model(given, ready):
             say("ended by SIGTERM")
 
 

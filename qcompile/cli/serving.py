@@ -36,6 +36,16 @@ def defaults_lines(llm: LLM) -> Iterator[str]:
         yield f"defaults of generation_config.json: {settings} (--generation-config)"
 
 
+def check_traces(logging: Logging) -> None:
+    """Raise ResourceError if traces are wanted and a package for them is missing."""
+    if logging.traces is None:
+        return
+    try:
+        from qcompile.runtime.server import tracing  # noqa: F401 - whether it can be imported
+    except ModuleNotFoundError as error:
+        raise ResourceError(f"--otlp-endpoint needs {error.name}: pip install 'qcompile[otel]'") from error
+
+
 @contextmanager
 def sinks_of(logging: Logging) -> Iterator[Callable[[str], list[Sink]]]:
     """Gives what takes the records of requests to a model, by its name: the access log, and traces. Raises
@@ -45,10 +55,9 @@ def sinks_of(logging: Logging) -> Iterator[Callable[[str], list[Sink]]]:
     if logging.traces is None:
         yield lambda model: logs.sinks()
         return
-    try:
-        from qcompile.runtime.server.tracing import Tracing
-    except ModuleNotFoundError as error:
-        raise ResourceError(f"--otlp-endpoint needs {error.name}: pip install 'qcompile[otel]'") from error
+    check_traces(logging)
+    from qcompile.runtime.server.tracing import Tracing
+
     tracing = Tracing(logging.traces)
     try:
         yield lambda model: [*logs.sinks(), partial(tracing.trace, model)]

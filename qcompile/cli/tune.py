@@ -15,8 +15,7 @@ from qcompile.artifact.amend import amend
 from qcompile.cli import console
 from qcompile.errors import OverflowedError, ResourceError, UsageError
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.options import AUTO
-from qcompile.runtime.outputs import SpeculationMetrics
+from qcompile.runtime.outputs import AUTO, SpeculationMetrics
 from qcompile.runtime.request import Request
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.speculation.costs import GAMMAS, SpeculationPrior, best_gamma

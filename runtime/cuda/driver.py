@@ -1,9 +1,10 @@
 """The CUDA driver through ctypes: memory, kernels, graphs. Needs only the driver's libcuda, neither torch nor Triton.
 
 ctypes is used, and not cuda-bindings, because a step may make hundreds of launches, each of which must cost little. A
-launch is one foreign call with an argument block that is prepared once (`LaunchCall`). Quick calls use PyDLL, which
-keeps Python's lock. cuda-bindings releases the lock in each call: alone, a launch costs the same 5 us, but beside a
-thread that runs Python code, as a server's does, it waits 5 ms to get the lock back (benchmarks/gpu_launch_cost.py).
+launch is one foreign call with an argument block that is prepared once (`LaunchCall`, `SharedCall`). Quick calls use
+PyDLL, which keeps Python's lock. cuda-bindings releases the lock in each call: alone, a launch costs the same 5 us, but
+beside a thread that runs Python code, as a server's does, it waits 5 ms to get the lock back
+(benchmarks/gpu_launch_cost.py).
 
 Every call's return code is checked: out of memory and a GPU that is lost raise ResourceError, any other unexpected code
 RuntimeError with the driver's own message.
@@ -14,7 +15,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
+from typing import Any
 
 from qcompile.errors import ArtifactError, ResourceError
 from qcompile.runtime.cuda.mapped import MappedMemory
@@ -89,12 +91,6 @@ class LaunchCall:
         self.function = function
         self._driver, self._function = driver, ctypes.c_void_p(function)
 
-    def change(self, grid: Sequence[int], arguments: Sequence[tuple[int, int]]) -> None:
-        """Set the grid, and the arguments with these indices."""
-        self._config.grid_x, self._config.grid_y, self._config.grid_z = grid
-        for place, value in arguments:
-            self._values[place] = value
-
     def wait_for_all(self) -> None:
         """Turn programmatic dependent launch off: the kernel starts only when the one before it has ended."""
         self._config.count = 0
@@ -103,6 +99,46 @@ class LaunchCall:
         """Queue the launch on the driver's stream."""
         d = self._driver
         d.check(d.quick.cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._params, None), "launch")
+
+
+class LaunchShape:
+    """Grid and block of launches that change together. threads, shared: of a block, and its bytes of shared memory.
+
+    pdl: whether a kernel may start before the one before it has ended (programmatic dependent launch).
+    """
+
+    def __init__(self, stream: int | None, threads: int, shared: int, pdl: bool) -> None:
+        attribute = ctypes.addressof(_PDL)
+        self._config = _Config(1, 1, 1, threads, 1, 1, shared, stream, attribute, int(pdl))
+        self.config = ctypes.byref(self._config)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks in x, y and z."""
+        return self._config.grid_x, self._config.grid_y, self._config.grid_z
+
+    @grid.setter
+    def grid(self, sizes: Sequence[int]) -> None:
+        self._config.grid_x, self._config.grid_y, self._config.grid_z = sizes
+
+
+class SharedCall:
+    """A launch that has its grid and numbers in common with others: they are changed for all of these at once.
+
+    arguments: each in memory of its own, which may be that of other calls, too. The driver reads them when the launch
+    is queued.
+    """
+
+    def __init__(self, function: int, shape: LaunchShape, arguments: Sequence[ctypes.c_uint64]) -> None:
+        # Triton's kernels take two more pointers, to scratch memory that these kernels do not use.
+        self._values = [*arguments, *(ctypes.c_uint64() for _ in range(2))]
+        self._params = (ctypes.c_void_p * len(self._values))(*map(ctypes.addressof, self._values))
+        self.function, self.shape, self.arguments = function, shape, arguments
+
+    @cached_property
+    def ready(self) -> tuple[Any, ctypes.c_void_p, ctypes.Array[ctypes.c_void_p]]:
+        """What the driver is given."""
+        return self.shape.config, ctypes.c_void_p(self.function), self._params
 
 
 class Driver:
@@ -134,6 +170,13 @@ class Driver:
         self.stream = stream.value
         self.preparations = Preparations()
         self._mapped = MappedMemory(self.library, device.value, self.check)
+
+    def launch_all(self, calls: Sequence[SharedCall]) -> None:
+        """Queue launches on the stream, one after another."""
+        launch = self.quick.cuLaunchKernelEx
+        for call in calls:
+            if code := launch(*call.ready, None):
+                self.check(code, "launch")
 
     def _message(self, code: int) -> str:
         text = ctypes.c_char_p()

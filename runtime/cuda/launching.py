@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qcompile.runtime.cuda.counts import PARTS, Counts, active_launches, grid
-from qcompile.runtime.cuda.driver import Driver, LaunchCall
+from qcompile.runtime.cuda.driver import Driver, LaunchCall, SharedCall
 from qcompile.runtime.cuda.memory import DeviceMemory
 from qcompile.runtime.cuda.profile import LaunchTimes
+from qcompile.runtime.cuda.program import LaunchProgram
 
 _MAX_GRAPHS = 64
 GRAPH_FROM = 6
@@ -23,9 +24,6 @@ _MOST_SEEN = 4096
 _WHOLE, _BEFORE_MASKS, _FROM_MASKS, BEFORE_HEAD = PARTS
 Addresses = Mapping[tuple[str, str], int]
 """Addresses by kind and name of an operand (codegen/gpu/operands.py)."""
-
-_Prepared = tuple[LaunchCall, list[tuple[int, str]], list[tuple[int, dict[str, Any]]]]
-"""A prepared launch, and the places of its arguments that are counts, by name, or depend on counts in another way."""
 
 
 class Launcher:
@@ -47,7 +45,8 @@ class Launcher:
         self._driver, self._plan, self.functions, self._weights = driver, plan, functions, weights
         self._memory, self._address_of = memory, address_of
         self.graphs: OrderedDict[tuple[Any, ...], ctypes.c_void_p] = OrderedDict()
-        self._prepared: dict[int, _Prepared] = {}
+        self._programs: dict[int, tuple[list[dict[str, Any]], LaunchProgram]] = {}  # by the id of their launches
+        self._parts: dict[tuple[int, bool, str], list[dict[str, Any]]] = {}
         self._seen: dict[tuple[Any, ...], int] = {}  # steps queued launch by launch, by their counts
         self.profile: LaunchTimes | None = None
         self.published: Callable[[Counts, bool, str, int], None] | None = None
@@ -75,7 +74,7 @@ class Launcher:
         for graph in self.graphs.values():
             self._driver.drop(graph)
         self.graphs.clear()
-        self._prepared.clear()
+        self._programs.clear()
         if self.profile:
             self.profile.forget()
 
@@ -128,6 +127,12 @@ class Launcher:
     def _launches(self, feed_back: bool, part: str) -> list[dict[str, Any]]:
         """The launches of a part of a step."""
         launches: list[dict[str, Any]] = self._plan["launches"]
+        key = id(launches), feed_back, part
+        if key not in self._parts:
+            self._parts[key] = self._part(launches, feed_back, part)
+        return self._parts[key]
+
+    def _part(self, launches: list[dict[str, Any]], feed_back: bool, part: str) -> list[dict[str, Any]]:
         if part == BEFORE_HEAD:
             return launches[: [launch["name"] for launch in launches].index(self._plan["hidden"]["before"])]
         first = next((i for i, launch in enumerate(launches) if launch["by"] == "masked"), len(launches))
@@ -138,10 +143,9 @@ class Launcher:
 
     def _capture(self, key: tuple[Any, ...], counts: Counts, launches: list[dict[str, Any]]) -> ctypes.c_void_p:
         with self._driver.preparations.noted():
-            ready = self.prepare(launches, counts)
+            ready = self._shared(launches, counts)
             with self._driver.captured() as result:
-                for _, call in ready:
-                    call.run()
+                self._driver.launch_all(ready)
         while len(self.graphs) >= _MAX_GRAPHS:
             self._driver.synchronize()
             self._driver.drop(self.graphs.popitem(last=False)[1])
@@ -160,27 +164,22 @@ class Launcher:
         return [(launch["name"], self._call(variant, counts, others or {})) for launch, variant in active]
 
     def launch(self, launches: list[dict[str, Any]], counts: Counts) -> None:
-        """Queue a step launch by launch: while one runs on the GPU, the next is prepared.
+        """Queue a step launch by launch."""
+        self._driver.launch_all(self._shared(launches, counts))
 
-        Prepared launches are kept, so that later steps change only grids and counts.
-        """
+    def _shared(self, launches: list[dict[str, Any]], counts: Counts) -> list[SharedCall]:
+        """The launches of a step with these counts, prepared for all steps; valid until the next call."""
         self.grow(counts)
-        for _, variant in active_launches(launches, counts):
-            kept = self._prepared.get(id(variant))
-            if kept:
-                call, numbers, changing = kept
-                values = [(place, counts[name]) for place, name in numbers]
-                if changing:
-                    values += [(place, self._argument(operand, counts, {})) for place, operand in changing]
-                call.change(grid(variant, counts), values)
-            else:
-                call = self._call(variant, counts, {})
-                names = self._plan["kernels"][variant["kernel"]]["arguments"]
-                operands = list(enumerate(variant["args"][name] for name in names))
-                numbers = [(place, operand["name"]) for place, operand in operands if operand["kind"] == "count"]
-                changing = [(place, operand) for place, operand in operands if "past" in operand]
-                self._prepared[id(variant)] = call, numbers, changing
-            call.run()
+        kept = self._programs.get(id(launches))
+        if kept is None:
+
+            def argument_of(operand: dict[str, Any], counts: Counts) -> int:
+                return self._argument(operand, counts, {})
+
+            kernels, stream = self._plan["kernels"], self._driver.stream
+            kept = launches, LaunchProgram(launches, kernels, self.functions, argument_of, stream)
+            self._programs[id(launches)] = kept
+        return kept[1].calls(counts)
 
     def _call(self, variant: dict[str, Any], counts: Counts, others: Addresses) -> LaunchCall:
         kernel = self._plan["kernels"][variant["kernel"]]

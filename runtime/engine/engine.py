@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from qcompile.errors import UsageError, shown
+from qcompile.errors import UsageError
 from qcompile.runtime.detokenizer import Detokenizer, TokenLengths
 from qcompile.runtime.embeddings import Pooling
 from qcompile.runtime.engine.bans import BanReader
 from qcompile.runtime.engine.blocks import BlockPool
 from qcompile.runtime.engine.forward import pooled_states, sequence_logits
 from qcompile.runtime.engine.pending import PendingStep
-from qcompile.runtime.engine.postprocess import Postprocessor, Update
+from qcompile.runtime.engine.postprocess import Postprocessor, Update, text_ends
 from qcompile.runtime.engine.runner import StepRunner
 from qcompile.runtime.engine.scheduler import Scheduler
 from qcompile.runtime.engine.sleep import Sleep
@@ -35,6 +35,7 @@ from qcompile.runtime.sampling.grammars import Grammars
 from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.sampling import Sampler
+from qcompile.runtime.sampling.supported import check_adapter
 from qcompile.runtime.speculation.stages import Drafter
 from qcompile.runtime.step import StepExecutor
 
@@ -95,11 +96,13 @@ class Engine:
         embeds: FloatArray | None = None,
         grammar: Grammar | None = None,
         owner: str = "",
+        text: bool = True,
     ) -> Request:
         """Queue one sample of a checked prompt. The first sample alone (`index` 0) reports the prompt.
 
         embeds: the prompt's embeddings [tokens, width]; the numbers of its tokens then have no meaning. grammar: that
-        of the parameters' structured outputs (`grammars`). owner: as in RequestSpec. The prompt has at least one token.
+        of the parameters' structured outputs (`grammars`). owner: as in RequestSpec. text: whether the output gets a
+        text, which stop texts need; else whoever reads the output makes it. The prompt has at least one token.
         The context has room for one token more, unless params.max_tokens is 0. Raises AsleepError.
         """
         self.sleep.check_awake()
@@ -110,7 +113,7 @@ class Engine:
         if reports_prompt and len(prompt) == 1:
             report.logprobs = [None]
         known, vocab = prompt if embeds is None else (), self.executor.limits.vocab
-        biases = self._bans.table(params, self.postprocessor.ends(params))
+        biases = self._bans.table(params, text_ends(params, self.postprocessor.eos))
         state = grammar.start(sampled=params.temperature > 0) if grammar else None
         request = Request(
             spec=RequestSpec(self._next_id, len(prompt), min(wanted, self.context), params, owner),
@@ -119,7 +122,7 @@ class Engine:
             sampler=Sampler(params, index, known, vocab, state, TokenBiases(biases)),
             output=CompletionOutput(index),
             metrics=RequestMetrics(arrival_time=time.monotonic()),
-            stream=StreamState(self._detokenizer(known, params), self._marks(params)),
+            stream=StreamState(self._detokenizer(known, params) if text else None, self._marks(params)),
         )
         if params.logprobs is not None:
             request.output.logprobs, request.output.cumulative_logprob = [], 0.0
@@ -136,15 +139,10 @@ class Engine:
         """Names of the adapters that requests may have."""
         return self.scheduler.adapters.names if self.scheduler.adapters else ()
 
-    def _check_adapter(self, name: str | None) -> None:
-        if name is not None and name not in self.adapters:
-            known = f"there are {', '.join(self.adapters)}" if self.adapters else "none was loaded (load(lora=...))"
-            raise UsageError(f"there is no adapter {shown(name)}: {known}")
-
     def check_bans(self, params: SamplingParams) -> None:
         """Raise UsageError if a request may come to a place where it may choose no token, or has no known adapter."""
-        self._check_adapter(params.lora)
-        self._bans.read(params, self.postprocessor.ends(params))
+        check_adapter(params.lora, self.adapters)
+        self._bans.read(params, text_ends(params, self.postprocessor.eos))
 
     def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None:
@@ -249,13 +247,13 @@ class Engine:
     ) -> Iterator[tuple[int, int, FloatArray]]:
         """Logits of every position of sequences of equal length: see `sequence_logits`."""
         self.sleep.check_awake()
-        self._check_adapter(adapter)
+        check_adapter(adapter, self.adapters)
         self._finish_pending()
         yield from sequence_logits(self.executor, self.scheduler, sequences, chunk, adapter)
 
     def pooled(self, texts: Sequence[Sequence[int]], pooling: Pooling, adapter: str | None = None) -> FloatArray:
         """Pooled hidden states of texts, float32 [texts, width]: see `pooled_states`. UsageError: no such adapter."""
         self.sleep.check_awake()
-        self._check_adapter(adapter)
+        check_adapter(adapter, self.adapters)
         self._finish_pending()
         return pooled_states(self.executor, self.scheduler, texts, pooling, adapter)

@@ -92,7 +92,7 @@ class Postprocessor:
         reason: str | None = None
         if NO_TOKEN in tokens:
             tokens, reason = tokens[: tokens.index(NO_TOKEN)], "error"
-        ends = self.ends(request.params)
+        ends = text_ends(request.params, self.eos)
         if not ends.isdisjoint(tokens):
             tokens = tokens[: next(i for i, token in enumerate(tokens) if token in ends) + 1]
             reason = "stop"
@@ -104,12 +104,6 @@ class Postprocessor:
         if len(written) >= request.spec.max_length and reason != "stop":
             reason = "length"
         return self._end(request, tokens, reason, now, logprobs) if reason else Update(request, tokens, None, logprobs)
-
-    def ends(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that end a request's text."""
-        if not params.stop_token_ids:
-            return _NONE if params.ignore_eos else self.eos
-        return params.stop_tokens if params.ignore_eos else self.eos | params.stop_tokens
 
     def _end(
         self, request: Request, tokens: list[int], reason: str, now: float, logprobs: Sequence[dict[int, Logprob]] = ()
@@ -161,3 +155,10 @@ class Postprocessor:
             output.stop_reason = last if last in request.params.stop_tokens - ends else None
         output.finish_reason = "stop" if output.stop_reason is not None and reason != "abort" else reason
         self._release(request)
+
+
+def text_ends(params: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
+    """The tokens that end a request's text, where those of the model are `eos`."""
+    if not params.stop_token_ids:
+        return _NONE if params.ignore_eos else eos
+    return params.stop_tokens if params.ignore_eos else eos | params.stop_tokens

@@ -9,6 +9,7 @@ from qcompile.errors import OverflowedError, QCompileError, UsageError
 from qcompile.runtime.engine.stops import read_text
 from qcompile.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from qcompile.runtime.request import Request
+from qcompile.runtime.sampling.logprobs import Logprob
 from qcompile.runtime.sampling.params import SamplingParams
 
 
@@ -51,7 +52,7 @@ class PromptSamples:
         A server calls this for each token of each stream: it is one pass over the samples.
         """
         outputs: list[CompletionOutput] = []
-        finished, drafted = True, False
+        finished = True
         for at, request in enumerate(self.requests):
             read_text(request)
             now, sent = request.output, self._sent[at]
@@ -63,19 +64,32 @@ class PromptSamples:
             )
             self._sent[at] = len(now.text)
             finished = finished and now.finish_reason is not None
-            drafted = drafted or request.drafts.metrics.rounds > 0
         kept, dropped = outputs, 0
-        if len(outputs) > self._params.n:
+        if self.chosen:
             kept = _best(outputs, self._params)
             dropped = sum(len(one.token_ids) for one in outputs) - sum(len(one.token_ids) for one in kept)
-        speculation = _sum(request.drafts.metrics for request in self.requests) if drafted else None
-        prompt_logprobs = self.requests[0].prompt_report.logprobs
-        metrics = self._metrics(finished)
-        return RequestOutput(
-            self.number, self.prompt, self.tokens, kept, finished, metrics, speculation, prompt_logprobs, dropped
-        )
+        told = self.metrics(finished), self.speculation, self.prompt_logprobs
+        return RequestOutput(self.number, self.prompt, self.tokens, kept, finished, *told, dropped)
 
-    def _metrics(self, finished: bool) -> RequestMetrics:
+    @property
+    def chosen(self) -> bool:
+        """Whether the outputs are the best of more samples."""
+        return len(self.requests) > self._params.n
+
+    @property
+    def speculation(self) -> SpeculationMetrics | None:
+        """Those of all samples; None if nothing was drafted."""
+        for request in self.requests:
+            if request.drafts.metrics.rounds:
+                return _sum(request.drafts.metrics for request in self.requests)
+        return None
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """The log probabilities of the prompt's tokens, if they are wanted and complete."""
+        return self.requests[0].prompt_report.logprobs
+
+    def metrics(self, finished: bool) -> RequestMetrics:
         """The times of the prompt, from the first of its samples to start to the last to finish."""
         times = [request.metrics for request in self.requests]
         if len(times) == 1:

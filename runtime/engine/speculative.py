@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from qcompile.runtime.engine.plan import StepPlan
-from qcompile.runtime.options import AUTO
+from qcompile.runtime.outputs import AUTO
 from qcompile.runtime.request import Request
 from qcompile.runtime.speculation.controller import DraftLag, GammaChoice, GammaController
 from qcompile.runtime.speculation.stages import Drafter, Speculator

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import math
 import socket
-import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +37,14 @@ from qcompile.runtime.server.connections import DEFAULT_LIMITS, ConnectionLimits
 from qcompile.runtime.server.embeddings import EmbeddingsRoute
 from qcompile.runtime.server.errors import add_error_handlers
 from qcompile.runtime.server.exchanges import ExchangeRecorder, Sink
+from qcompile.runtime.server.interpreter import python_of_a_server
 from qcompile.runtime.server.messages.routes import MessagesRoutes
 from qcompile.runtime.server.metrics import Metrics
 from qcompile.runtime.server.page import add_page, page_facts
 from qcompile.runtime.server.replies import CompletionReply, Echo, Reply
 from qcompile.runtime.server.responses.routes import ResponsesRoutes
 from qcompile.runtime.server.schema import add_schema, answered
+from qcompile.runtime.server.served import AnsweringModel, EngineService
 from qcompile.runtime.server.service import Service
 from qcompile.runtime.server.signals import SignalledServer
 from qcompile.runtime.server.sleeping import SleepRoutes
@@ -55,13 +54,6 @@ from qcompile.runtime.server.tokenization import DetokenizeRequest, TokenizeRequ
 DRAIN_SECONDS = 5.0
 """For open responses to complete after the signal to end, by default."""
 _LAST_SECONDS = 1  # then, to send all remaining clients the reason
-_SWITCH_SECONDS = 1e-3
-"""How long a thread may keep Python's lock while another thread waits for it. A request's thread releases the lock for
-several system calls, and would wait 5 ms (Python's default) for the engine's thread after each."""
-_YOUNG_OBJECTS = 10_000
-"""New objects after which garbage is looked for. With Python's 700, a step of 256 requests would do so once, and with
-it go through many of a model's objects, which are no garbage as long as the server runs: these are left out (frozen).
-"""
 _IDLE_SECONDS = 75  # longer than proxies keep connections: a server that closes first may lose a request
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 _READ = ["GET", "HEAD"]
@@ -80,7 +72,7 @@ class Served:
     key may let the model sleep, and wake it.
     """
 
-    llm: LLM
+    llm: AnsweringModel
     name: str
     template: Render | None = None
     api_key: str | Sequence[str] | None = None
@@ -122,42 +114,39 @@ def serve(served: Served, listening: socket.socket, ready: Callable[[], None] = 
     `ready` is called once the server listens and a signal ends it in order.
     """
     served.dialogues()  # an unknown parser is refused before the model is lent
+    assert isinstance(served.llm, LLM)
     service = Service(served.llm, served.max_waiting)
+    try:
+        return serve_by(served, service, listening, ready)
+    finally:
+        service.close()
+
+
+def serve_by(
+    served: Served,
+    service: EngineService,
+    listening: socket.socket,
+    ready: Callable[[], None],
+    server_class: type[Server] | None = None,
+) -> bool:
+    """`serve` by a service of the model. server_class: how signals and others end the server."""
     drain = served.drain_seconds
-    server = _Server(server_config(served, service, math.ceil(drain + _LAST_SECONDS)), service, ready, drain)
+    config = server_config(served, service, math.ceil(drain + _LAST_SECONDS))
+    server = (server_class or Server)(config, service, ready, drain)
 
     def failed(error: BaseException) -> None:
         server.should_exit = True
 
     service.failed = failed
-    try:
-        # Before `run`: if asyncio calls other handlers while it starts, what they raise may be lost.
-        with python_of_a_server(), server.capture_signals():
-            server.run(sockets=[listening])
-    finally:
-        service.close()
+    # Before `run`: if asyncio calls other handlers while it starts, what they raise may be lost.
+    with python_of_a_server(), server.capture_signals():
+        server.run(sockets=[listening])
     if service.failure:
         raise service.failure
     return server.terminated
 
 
-@contextmanager
-def python_of_a_server() -> Iterator[None]:
-    """Settings of Python for a process that only serves: when threads switch, and when garbage is collected."""
-    interval, thresholds, frozen = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    gc.freeze()
-    gc.set_threshold(max(_YOUNG_OBJECTS, thresholds[0]), *thresholds[1:])
-    try:
-        yield
-    finally:
-        if not frozen:  # else what another has frozen is not told apart
-            gc.unfreeze()
-        gc.set_threshold(*thresholds)
-        sys.setswitchinterval(interval)
-
-
-def server_config(served: Served, service: Service, drain_seconds: int) -> uvicorn.Config:
+def server_config(served: Served, service: EngineService, drain_seconds: int) -> uvicorn.Config:
     """How uvicorn serves the application of `create_app`.
 
     drain_seconds: how long open responses may continue after the signal to end.
@@ -174,11 +163,11 @@ def server_config(served: Served, service: Service, drain_seconds: int) -> uvico
     )
 
 
-class _Server(SignalledServer):
+class Server(SignalledServer):
     """On shutdown, lets open responses continue for a while, then sends the remaining clients the reason of the end."""
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, ready: Callable[[], None], drain_seconds: float
+        self, config: uvicorn.Config, service: EngineService, ready: Callable[[], None], drain_seconds: float
     ) -> None:
         super().__init__(config)
         self._service, self._ready, self._drain_seconds = service, ready, drain_seconds
@@ -210,7 +199,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-def create_app(served: Served, service: Service) -> FastAPI:
+def create_app(served: Served, service: EngineService) -> FastAPI:
     """Create the application. `service` owns `served.llm`."""
     app = FastAPI(
         title="qcompile", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
@@ -240,7 +229,7 @@ def create_app(served: Served, service: Service) -> FastAPI:
     guarded.post("/v1/chat/completions", **answered(answers.ChatAnswer, streams=True))(handlers.chat)
     ResponsesRoutes(handlers.asker).add_to(guarded)
     MessagesRoutes(handlers.asker).add_to(guarded)
-    EmbeddingsRoute(handlers.asker, service, served.llm.engine).add_to(guarded)
+    EmbeddingsRoute(handlers.asker, service, served.llm.engine.executor).add_to(guarded)
     if served.enable_sleep:
         SleepRoutes(service).add_to(guarded)
     if served.page:
@@ -278,12 +267,12 @@ def _guarded(authorize: Callable[[Request], None]) -> type[APIRoute]:
 class _Handlers:
     """The handlers of all routes."""
 
-    def __init__(self, served: Served, service: Service) -> None:
+    def __init__(self, served: Served, service: EngineService) -> None:
         self._served, self._service, self._llm = served, service, served.llm
         self._started = int(time.time())
         self.metrics = Metrics(service, served.name)
         self.asker = Asker(
-            *(served.name, served.llm, served.llm.engine.grammars, service, self.metrics),
+            *(served.name, served.llm, service, self.metrics),
             *(served.dialogues(), served.llm.engine.adapters),
         )
         service.cancelled = self.metrics.cancelled
@@ -309,6 +298,7 @@ class _Handlers:
 
     async def show_metrics(self) -> PlainTextResponse:
         """The metrics in Prometheus' format."""
+        await self._service.refresh()
         return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self) -> JSONResponse:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -16,17 +16,16 @@ from qcompile.errors import QCompileError, UsageError
 from qcompile.runtime.arguments import Prompt
 from qcompile.runtime.dialogue import DialogueFormat
 from qcompile.runtime.outputs import RequestOutput
-from qcompile.runtime.sampling.grammars import Grammars
-from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.structured import named_as
 from qcompile.runtime.server.errors import UnknownModelError
 from qcompile.runtime.server.metrics import Metrics
 from qcompile.runtime.server.replies import OutputStream
+from qcompile.runtime.server.served import Encoder, Submitting
 from qcompile.runtime.tokenizer import encode
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    pass
 
 Result = TypeVar("Result")
 owner: ContextVar[str] = ContextVar("owner", default="")
@@ -34,25 +33,6 @@ owner: ContextVar[str] = ContextVar("owner", default="")
 _ENCODED_AT_ONCE, _FOR_A_PROMPT = 2000, 100
 """Most characters, or tokens, that are encoded at once: a thread would cost more time. Each prompt counts as the second
 number of characters in addition."""
-
-
-class Encoder(Protocol):
-    """What is needed of an LLM."""
-
-    sampling_defaults: dict[str, Any]
-    tokenizer: Tokenizer | None
-
-    def token_bytes(self, token: int) -> bytes | None: ...
-    def encode(self, prompt: object, *, special: bool, params: SamplingParams) -> list[int]: ...
-
-
-class Submitting(Protocol):
-    """What is needed of a Service."""
-
-    def admit(self, count: int, params: SamplingParams) -> None: ...
-    def submit(
-        self, prompts: Sequence[list[int]], params: SamplingParams, partial: bool, grammar: Grammar | None, owner: str
-    ) -> OutputStream: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +44,6 @@ class Asker:
 
     name: str
     llm: Encoder
-    grammars: Grammars
     service: Submitting
     metrics: Metrics
     dialogues: DialogueFormat | None = None
@@ -110,9 +89,8 @@ class Asker:
             params = replace(params, lora=model)
         self.service.admit(len(prompts) * params.generated.n, params)
         tokens = await self.encoded(prompts, special, params)
-        # Compiled in a thread, as it may take longer than other responses should wait.
         with named_as(structure_field):
-            grammar = await run_in_threadpool(self.grammars.compile, params.structure) if params.structure else None
+            grammar = await self.service.compile(params.structure) if params.structure else None
         return self.service.submit(tokens, params, partial, grammar, owner.get())
 
     async def encoded(self, prompts: Sequence[Prompt], special: bool, params: SamplingParams) -> list[list[int]]:

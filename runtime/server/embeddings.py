@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import ClassVar, Literal, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from qcompile.errors import UsageError
 from qcompile.runtime.arguments import Prompt
-from qcompile.runtime.embeddings import EmbeddingOptions, Pooling, PoolingEngine
+from qcompile.runtime.embeddings import EmbeddingOptions, GivesHidden, Pooling
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server.answers import EmbeddingsAnswer
 from qcompile.runtime.server.api import BodyPart, OnePrompt
 from qcompile.runtime.server.asking import Asker, unless_gone
 from qcompile.runtime.server.schema import answered
+from qcompile.runtime.server.served import GivesEmbeddings
 
 MOST_INPUTS = 2048
 """Most texts of a request, as at OpenAI."""
-Result = TypeVar("Result")
-
-
-class Calling(Protocol):
-    """What is needed of a Service."""
-
-    async def call(self, work: Callable[[], Result]) -> Result: ...
 
 
 class EmbeddingsRequest(BodyPart):
@@ -64,10 +57,10 @@ class EmbeddingsRequest(BodyPart):
 
 
 class EmbeddingsRoute:
-    """The handler. engine: that of the service."""
+    """The handler. executor: that of the model."""
 
-    def __init__(self, asker: Asker, service: Calling, engine: PoolingEngine) -> None:
-        self._asker, self._service, self._engine = asker, service, engine
+    def __init__(self, asker: Asker, service: GivesEmbeddings, executor: GivesHidden) -> None:
+        self._asker, self._service, self._executor = asker, service, executor
 
     def add_to(self, router: APIRouter) -> None:
         """Add the route to a router."""
@@ -78,7 +71,7 @@ class EmbeddingsRoute:
         self._asker.check_model(asked.model)
         adapter = asked.model if asked.model in self._asker.adapters else None
         how = EmbeddingOptions(asked.pooling, asked.normalize, asked.dimensions, adapter)
-        how.check(self._engine)
+        how.check(self._executor)
         # A prompt alone: no token has to fit behind it.
         alone = SamplingParams(max_tokens=0, prompt_logprobs=0, truncate_prompt_tokens=asked.truncate_prompt_tokens)
         tokens = await self._asker.encoded(asked.texts(), True, alone)
@@ -97,8 +90,8 @@ class EmbeddingsRoute:
     async def _embeddings(self, how: EmbeddingOptions, texts: Sequence[list[int]]) -> list[FloatArray]:
         """The embeddings of texts, as many at a time as a step has rows for: other requests run in between."""
         embeddings: list[FloatArray] = []
-        for group in _groups(texts, self._engine.executor.limits.max_tokens):
-            embeddings.extend(await self._service.call(partial(how.embeddings, self._engine, group)))
+        for group in _groups(texts, self._executor.limits.max_tokens):
+            embeddings.extend(await self._service.embed(how, group))
         return embeddings
 
 

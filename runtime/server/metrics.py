@@ -90,11 +90,14 @@ class Metrics:
         self._embedded.inc(texts)
         self._embedded_tokens.inc(tokens)
 
-    def cancelled(self, output: RequestOutput) -> None:
-        """Count a prompt that was cancelled: its client left, its logits are not finite, or the server shuts down."""
-        self._generated.inc(output.generated_tokens)
-        for sample in output.outputs:
-            self._samples.labels(self._model, sample.finish_reason).inc()
+    def cancelled(self, tokens: int, reasons: Sequence[str]) -> None:
+        """Count a prompt that was cancelled: its client left, its logits are not finite, or the server shuts down.
+
+        tokens: those generated. reasons: how its samples ended.
+        """
+        self._generated.inc(tokens)
+        for reason in reasons:
+            self._samples.labels(self._model, reason).inc()
 
     def text(self) -> bytes:
         """All metrics in the text format."""

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from qcompile.errors import AsleepError, BusyError, QCompileError, ResourceError, UsageError
+from qcompile.runtime.embeddings import EmbeddingOptions
 from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
-from qcompile.runtime.outputs import RequestOutput
 from qcompile.runtime.ranks.failure import RankFailure
+from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.params import SamplingParams
+from qcompile.runtime.sampling.structured import StructuredOutputsParams
+from qcompile.runtime.server.mailbox import CLOSING, Answer, Cancelled, Mailbox, wake_all
 from qcompile.runtime.speculation.explained import GammaFacts, explained
 
 Result = TypeVar("Result")
@@ -28,57 +30,60 @@ _PIECE_SECONDS, _MOST_PIECE_SECONDS = 200e-6, 64e-3
 and send a piece takes about a quarter of the first number, during which the engine's thread may have to wait."""
 
 
+class Outlet(Protocol):
+    """What takes the outputs of one caller's prompts, in the engine's thread. It is woken after it has been given
+    some.
+
+    needs_text: whether outputs without stop texts have their text already, or whoever reads them makes it.
+    """
+
+    needs_text: bool
+
+    def put(self, samples: PromptSamples) -> None:
+        """Take the outputs that a prompt has so far."""
+
+    def fail(self, error: QCompileError) -> None:
+        """Take the error that has ended the prompts; the engine continues."""
+
+
 @dataclass(eq=False)
 class Job:
     """The prompts of one caller.
 
     partial: whether the caller wants outputs of unfinished prompts. grammar: that of structured outputs. owner: as in
-    RequestSpec. grown: the
-    newest output of each prompt that the caller has not read yet. A slow reader misses intermediate outputs, but no
-    text, and there is at most one unread output per prompt.
+    RequestSpec. samples: those of each prompt that the engine's thread has accepted.
     """
 
     prompts: Sequence[list[int]]
     params: SamplingParams
     partial: bool
-    loop: asyncio.AbstractEventLoop
+    outlet: Outlet
     grammar: Grammar | None = None
     owner: str = ""
-    event: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there is something to read."""
     samples: list[PromptSamples] = field(default_factory=list)
-    """The samples of each prompt that the engine's thread has accepted."""
-    grown: dict[int, RequestOutput] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    error: QCompileError | None = None
-    """The error that ended this job; the engine continues."""
-
-    def put(self, output: RequestOutput) -> None:
-        """Hand an output to the caller. Runs in the engine's thread; the caller must be woken afterwards."""
-        with self.lock:
-            self.grown[output.request_id] = output
-
-    def take(self) -> list[RequestOutput]:
-        """Take the unread outputs, in the order of the prompts."""
-        with self.lock:
-            grown, self.grown = self.grown, {}
-        return [grown[number] for number in sorted(grown)]
 
 
 class Service:
     """Serves `llm` to many callers at once. Until the thread has ended, `llm` refuses all other use.
 
-    max_waiting: most samples that may wait to run. closed: what callers are told once the service is closed.
+    max_waiting: most samples that may wait to run. closed: what callers are told once the service is closed. wake:
+    called in the engine's thread with outlets that were given something, by default mailboxes.
     """
 
-    def __init__(self, llm: LLM, max_waiting: int, closed: str = "the server is closing") -> None:
-        self._closed = closed
+    def __init__(
+        self,
+        llm: LLM,
+        max_waiting: int,
+        closed: str = CLOSING,
+        wake: Callable[[Iterable[Any]], None] = wake_all,
+    ) -> None:
+        self._closed, self._wake = closed, wake
         self.llm, self.most = llm, max_waiting + llm.engine.scheduler.max_batch
         self.failure: BaseException | None = None
         self.ended = False  # set before callers are woken for the last time
         self.failed: Callable[[BaseException], None] = lambda error: None  # called in the engine's thread as it ends
-        # Called in the engine's thread, too, for each cancelled prompt.
-        self.cancelled: Callable[[RequestOutput], None] = lambda output: None
+        # Called in the engine's thread, too, for each cancelled prompt: its tokens, and how its samples ended.
+        self.cancelled: Cancelled = lambda tokens, reasons: None
         self._jobs: dict[Job, int] = {}  # unfinished jobs, with their numbers of samples
         self._calls: dict[_EngineCall, None] = {}  # unfinished
         self._commands: SimpleQueue[tuple[Callable[[Any], None], Job | _EngineCall | None] | None] = SimpleQueue()
@@ -142,13 +147,18 @@ class Service:
         is full, UsageError for more samples than the queue can hold, AsleepError from the moment at which `sleep` was
         called, ResourceError when the engine has ended.
         """
+        mailbox = Mailbox(len(prompts), asyncio.get_running_loop())
+        job = Job(prompts, params, partial, mailbox, grammar, owner)
+        self.take(job)
+        return Answer(self, mailbox, functools.partial(self.drop, job))
+
+    def take(self, job: Job) -> None:
+        """Take a job; its outlet gets its outputs. Raises what `submit` does."""
         self._check_awake()
-        count = len(prompts) * params.generated.n
-        self.admit(count, params)
-        job = Job(prompts, params, partial, asyncio.get_running_loop(), grammar, owner)
+        count = len(job.prompts) * job.params.generated.n
+        self.admit(count, job.params)
         self._jobs[job] = count
         self._commands.put((self._start, job))
-        return Answer(self, job)
 
     async def call(self, work: Callable[[], Result]) -> Result:
         """Run `work`, which may use the engine, between two steps, and return its result. Call it on an event loop.
@@ -157,6 +167,18 @@ class Service:
         ended.
         """
         return await self._call(work, _EngineCall.run)
+
+    async def compile(self, structure: StructuredOutputsParams) -> Grammar | None:
+        """The grammar of structured outputs, for `submit`. Raises UsageError if it cannot be compiled."""
+        # In a thread, as it may take longer than other responses should wait.
+        return await asyncio.to_thread(self.llm.engine.grammars.compile, structure)
+
+    async def embed(self, how: EmbeddingOptions, texts: Sequence[list[int]]) -> FloatArray:
+        """Embeddings [texts, dimensions] of texts (tokens), computed between two steps. Raises what `call` does."""
+        return await self.call(functools.partial(how.embeddings, self.llm.engine, texts))
+
+    async def refresh(self) -> None:
+        """Bring what the properties tell up to date, which it is here."""
 
     async def sleep(self, level: int) -> None:
         """Refuse new requests, let those that were submitted end, then let the model sleep, as `LLM.sleep` does."""
@@ -240,7 +262,7 @@ class Service:
         self.ended = True
         for call in list(self._calls):
             call.fail()
-        _wake(list(self._jobs))
+        self._wake([job.outlet for job in self._jobs])
 
     def _run_commands(self) -> bool:
         """Run the commands of callers, waiting for one while the engine is idle. False when the thread is to end."""
@@ -263,9 +285,11 @@ class Service:
 
     def _start(self, job: Job) -> None:
         engine, params = self.llm.engine, job.params.generated
+        text = job.outlet.needs_text or bool(params.stops)
         for number, tokens in enumerate(job.prompts):
             requests = [
-                engine.add(tokens, params, index, grammar=job.grammar, owner=job.owner) for index in range(params.n)
+                engine.add(tokens, params, index, grammar=job.grammar, owner=job.owner, text=text)
+                for index in range(params.n)
             ]
             job.samples.append(PromptSamples(number, None, tokens, requests, job.params))
             self._owner.update((request.id, (job, job.samples[-1])) for request in requests)
@@ -283,24 +307,25 @@ class Service:
             self._grown.pop((job, samples), None)
             samples.published = now
             self._publish(job, samples)
-        _wake(job for job, _ in due)
+        self._wake([job.outlet for job, _ in due])
 
     def _publish(self, job: Job, samples: PromptSamples) -> None:
         """Hand the output of a prompt to its job, or end the job if the prompt has no next token."""
         if samples.overflowed:
             self._cancel(job)
-            job.error = samples.failure()
+            job.outlet.fail(samples.failure())
             return
         if samples.finished:
             self._forget(samples)
-        job.put(samples.output())
+        job.outlet.put(samples)
 
     def _cancel(self, job: Job) -> None:
         for samples in job.samples:
             if any(request.id in self._owner for request in samples.requests):  # not finished yet
                 for request in samples.requests:
                     self.llm.engine.cancel(request)
-                self.cancelled(samples.output())
+                output = samples.output()
+                self.cancelled(output.generated_tokens, [str(sample.finish_reason) for sample in output.outputs])
             self._grown.pop((job, samples), None)
             self._forget(samples)
 
@@ -327,13 +352,13 @@ class _EngineCall:
         try:
             result = self.work()
         except QCompileError as error:
-            self._end(partial(self.future.set_exception, error))
+            self._end(functools.partial(self.future.set_exception, error))
         else:
-            self._end(partial(self.future.set_result, result))
+            self._end(functools.partial(self.future.set_result, result))
 
     def fail(self) -> None:
         """End the call because the engine has ended."""
-        self._end(partial(self.future.set_exception, ResourceError("the server is closing")))
+        self._end(functools.partial(self.future.set_exception, ResourceError(CLOSING)))
 
     def _end(self, act: Callable[[], None]) -> None:
         def end() -> None:
@@ -342,42 +367,3 @@ class _EngineCall:
 
         with contextlib.suppress(RuntimeError):  # if the loop is closed, nobody waits
             self.loop.call_soon_threadsafe(end)
-
-
-class Answer:
-    """The result of `Service.submit`. Iterate over it once; `cancel`, or dropping it, cancels unfinished prompts."""
-
-    def __init__(self, service: Service, job: Job) -> None:
-        self._service, self._job = service, job
-        self.cancel = weakref.finalize(self, service.drop, job)
-
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        unfinished = len(self._job.prompts)
-        while unfinished:
-            self._service.check()  # the engine may have ended before it took the job
-            await self._job.event.wait()
-            self._job.event.clear()
-            if self._job.error:
-                raise self._job.error
-            for output in self._job.take():
-                unfinished -= output.finished
-                yield output
-        self.cancel()
-
-
-def _wake(jobs: Iterable[Job]) -> None:
-    """Wake the callers of jobs, all of an event loop in one call: each call costs as much as handing over an output."""
-    events: dict[asyncio.AbstractEventLoop, dict[asyncio.Event, None]] = {}
-    for job in jobs:
-        events.setdefault(job.loop, {})[job.event] = None
-    for loop, some in events.items():
-        try:
-            loop.call_soon_threadsafe(_set, some)
-        except RuntimeError:  # if the loop is closed, nobody waits
-            if not loop.is_closed():
-                raise
-
-
-def _set(events: Iterable[asyncio.Event]) -> None:
-    for event in events:
-        event.set()

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from qcompile.errors import UsageError, shown
 from qcompile.runtime.dialogue import Dialogue
-from qcompile.runtime.llm import LLM
 from qcompile.runtime.server.api import BodyPart, Tokens
 from qcompile.runtime.server.chat_api import ChatMessage, ChatRequest, ToolPart
+from qcompile.runtime.server.served import AnsweringModel
 from qcompile.runtime.tokenizer import encode
 
 
@@ -46,7 +46,7 @@ class TokenizeRequest(BodyPart):
         asked.continue_final_message = self.continue_final_message
         return asked.dialogue()
 
-    def reply(self, llm: LLM, text: str) -> dict[str, Any]:
+    def reply(self, llm: AnsweringModel, text: str) -> dict[str, Any]:
         """The tokens of a text, which is the prompt or a rendered conversation. Raises UsageError."""
         if llm.tokenizer is None:
             raise UsageError("this artifact has no tokenizer")
@@ -62,7 +62,7 @@ class DetokenizeRequest(BodyPart):
     model: str | None = None
     tokens: Tokens
 
-    def reply(self, llm: LLM) -> dict[str, Any]:
+    def reply(self, llm: AnsweringModel) -> dict[str, Any]:
         """The text. Raises UsageError."""
         if llm.tokenizer is None:
             raise UsageError("this artifact has no tokenizer")

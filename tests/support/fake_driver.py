@@ -66,6 +66,10 @@ class FakeDriver:
         result.append("graph")
         self.log.append("captured")
 
+    def launch_all(self, calls: Any) -> None:
+        for call in calls:
+            self.log.append((call.function, call.shape.grid, tuple(cell.value for cell in call.arguments)))
+
     def replay(self, graph: Any) -> None:
         self.log.append("replay")
 
@@ -96,11 +100,6 @@ class FakeLaunch:
 
     def __init__(self, driver: FakeDriver, function: Any, grid: Any, threads: int, shared: int, pre: bool, args: Any):
         self.function, self.grid, self.args, self.log = function, grid, list(args), driver.log
-
-    def change(self, grid: Any, arguments: Any) -> None:
-        self.grid = grid
-        for place, value in arguments:
-            self.args[place] = value
 
     def wait_for_all(self) -> None:
         self.log.append("wait")

@@ -117,6 +117,10 @@ class HostDriver:
         rest = self.memory[start][address - start :]
         return rest[: len(rest) // 4 * 4].view(_TYPES[type])
 
+    def launch_all(self, calls: Sequence[Any]) -> None:
+        for call in calls:
+            HostLaunch(self, call.function, call.shape.grid, [cell.value for cell in call.arguments]).run()
+
 
 class HostLaunch:
     """Stands for LaunchCall; `function` is the kernel itself. `watch` is told the label of each that runs."""
@@ -125,11 +129,6 @@ class HostLaunch:
 
     def __init__(self, driver: HostDriver, function: Kernel, grid: Sequence[int], *how: Any):
         self.driver, self.kernel, self.grid, self.arguments = driver, function, tuple(grid), how[-1]
-
-    def change(self, grid: Sequence[int], arguments: Sequence[tuple[int, int]]) -> None:
-        self.grid = tuple(grid)
-        for place, value in arguments:
-            self.arguments[place] = value
 
     def run(self) -> None:
         if self.driver.recording is None:

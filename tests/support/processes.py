@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,3 +44,22 @@ def usage(process: int) -> Usage:
             threads += int(fields[17])
             ticks += int(fields[11]) + int(fields[12])
     return Usage(processes, memory, files, threads, ticks / tick)
+
+
+def running(process: int, module: str) -> int:
+    """The process that runs a module, among those that a process has started."""
+    [one] = [each for each in family(process) if module in Path(f"/proc/{each}/cmdline").read_text().split("\0")]
+    return one
+
+
+def gone(process: int, seconds: float = 5.0) -> bool:
+    """Whether a process ends within a time; it has ended also if its parent has not noticed (a zombie)."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (OSError, IndexError):
+            return True
+        time.sleep(0.02)
+    return False

@@ -135,11 +135,11 @@ def test_connections_are_kept_for_longer_than_clients_keep_them(monkeypatch: pyt
     """A server that closes an idle one just as a request comes leaves it unanswered; proxies wait for 60 seconds."""
     result = []
 
-    class Stub(app._Server):
+    class Stub(app.Server):
         def run(self, sockets: Any = None) -> None:
             result.append(self.config.timeout_keep_alive)
 
-    monkeypatch.setattr(app, "_Server", Stub)
+    monkeypatch.setattr(app, "Server", Stub)
     with fake_llm() as opened, app.bind("127.0.0.1", 0) as listening:
         app.serve(app.Served(opened, "tiny"), listening)
     assert result[0] > 60

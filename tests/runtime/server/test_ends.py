@@ -27,8 +27,8 @@ def test_who_still_waits_is_told_that_the_server_is_closing(
 ) -> None:
     """A stream, a whole answer, and a client that never sends all of its request; `impatient` asks twice."""
     made: list[Any] = []
-    kind = app._Server
-    monkeypatch.setattr(app, "_Server", lambda *given: made.append(kind(*given)) or made[0])
+    kind = app.Server
+    monkeypatch.setattr(app, "Server", lambda *given: made.append(kind(*given)) or made[0])
     monkeypatch.setattr(app, "_LAST_SECONDS", 0.5)
     listening = app.bind("127.0.0.1", 0)
     port = listening.getsockname()[1]

@@ -181,7 +181,7 @@ def test_what_the_model_cannot_do_never_reaches_the_engine() -> None:
 def test_an_overflow_of_one_sample_ends_the_others_at_once(partial: bool) -> None:
     async def ask(service: Service, llm: LLM) -> None:
         ended: list[str | None] = []
-        service.cancelled = lambda output: ended.extend(sample.finish_reason for sample in output.outputs)
+        service.cancelled = lambda tokens, reasons: ended.extend(reasons)
         with pytest.raises(OverflowedError):
             await all_of(service.submit([[3]], params(900, n=3), partial))
         assert sorted(map(str, ended)) == ["abort", "abort", "error"]
@@ -197,7 +197,7 @@ def test_an_overflow_ends_all_of_its_job_at_once() -> None:
 
     async def ask(service: Service, llm: LLM) -> None:
         ended: list[str | None] = []
-        service.cancelled = lambda output: ended.extend(sample.finish_reason for sample in output.outputs)
+        service.cancelled = lambda tokens, reasons: ended.extend(reasons)
         kept = service.submit([[3], [5, BROKEN], [7]], params(500))
         with pytest.raises(OverflowedError):
             await all_of(kept)
