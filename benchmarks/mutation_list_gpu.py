@@ -410,9 +410,9 @@ GPU_MUTATIONS = (
     ),
     Mutation(
         "a GPU's recurrence keeps a state before drafts are accepted",
-        "codegen/gpu/templates/recurrence_step.py.jinja",
-        "kept = tl.maximum(done, tl.minimum(tl.load(certain + sequence), end))",
-        "kept = tl.maximum(done, end)",
+        "codegen/gpu/templates/stored_state.jinja",
+        "tl.maximum(done, tl.minimum(tl.load(certain + sequence), end)",
+        "tl.maximum(done, (end)",
         f"{GPU_STATES} -k bits_do_not",
     ),
     Mutation(
