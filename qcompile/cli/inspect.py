@@ -133,6 +133,7 @@ def as_text(contents: dict[str, Any]) -> str:
         lines = "".join(f"  {_pass_line(entry)}\n" for entry in draft.get("passes", ()))
         passes += f"passes of {draft['kind']}\n{lines}" if lines else ""
     drafts = ", ".join(_draft_text(draft) for draft in contents["drafts"])
+    states = f", recurrent states in {form}" if (form := contents["kv"].get("state_format")) else ""
     rows = [[name.replace("_", " "), console.byte_size(size)] for name, size in sizes.items()]
     return (
         f"model    {model['name']}, {model['parameters']:,} parameters, vocabulary {model['vocab_size']}, "
@@ -145,7 +146,7 @@ def as_text(contents: dict[str, Any]) -> str:
         f"signed   {_signer(contents['signature'])}\n"
         f"weights  {contents['bits_per_weight']:.2f} bits per weight of the linears\n"
         f"{_stored(contents['stored_weights'], contents['embedding'])}"
-        f"cache    {contents['kv']['format']}\n"
+        f"cache    {contents['kv']['format']}{states}\n"
         f"drafts   {drafts or 'none'}\n"
         f"passes\n{passes}"
         f"sizes\n{_indented(console.table(['', ''], rows))}"

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 import qcompile
 from qcompile import check
+from qcompile.artifact import export
 from qcompile.artifact.packed_weights import STEP
 from qcompile.cli import inspect
-from qcompile.errors import ArtifactError, ResourceError
+from qcompile.errors import ArtifactError, ResourceError, UnsupportedError
 from qcompile.formats.states import StateFormat
 from qcompile.runtime.llm import LLM
 from qcompile.runtime.sampling.params import SamplingParams
@@ -328,6 +329,9 @@ def test_states_in_fewer_bits(artifact: Callable[..., Path], states: StateFormat
     assert library == (out / name).read_bytes()
     details: Any = inspect.summary(out)
     assert details["kv"]["state_format"] == states and details["sizes"]["states_per_request"] == kv["slot_bytes"]
+    assert f"\ncache    kv32, recurrent states in {states}\n" in inspect.as_text(details)
+    with pytest.raises(UnsupportedError, match=f"export: states in {states} are rounded as a text grows"):
+        export.Sequence(out)(text(3)[0])
 
 
 def test_few_copies_are_used_again(artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
