@@ -31,17 +31,17 @@ class WeightStep:
     """One change of a weight: an operator with its numbers, and its vector (a weight expression), if it has one.
 
     `place` puts rows at `start` of `total`; `interleave` is interleave_rows with zeros in place of the other operand,
-    which comes first unless `first`.
+    which comes first unless `first`; `take_spans` keeps what a rank of a divided model has.
     """
 
     op: str
-    numbers: tuple[tuple[str, int | bool], ...]
+    numbers: tuple[tuple[str, int | bool | tuple[int, ...]], ...]
     vector: fx.Node | None = None
 
     @property
     def rows(self) -> tuple[int, int] | None:
         """The rows that `slice_rows` keeps; None for other operators."""
-        numbers = dict(self.numbers)
+        numbers: dict[str, Any] = dict(self.numbers)
         return (numbers["start"], numbers["stop"]) if self.op == "slice_rows" else None
 
 
@@ -65,9 +65,21 @@ class WeightTerm:
 def terms_of(gemm: fx.Node) -> list[WeightTerm]:
     """The weights of which the weight of `gemm` is the sum. Raises PassError for an operator that is not known."""
     node: Any = ops.operand(gemm, "weight")
-    while ops.name_of(node.target) in ROUNDED:
-        node = ops.operand(node, "weight" if ops.name_of(node.target) == "upper_nibble" else "w")
-    return list(_terms(node))
+    parts: list[fx.Node] = []
+    while (kind := ops.name_of(node.target)) in (*ROUNDED, "take_parts"):
+        parts += [node] * (kind == "take_parts")
+        node = ops.operand(node, "weight" if kind in ("upper_nibble", "take_parts") else "w")
+    terms = list(_terms(node))
+    for part in reversed(parts):
+        terms = [_taken(term, part) for term in terms]
+    return terms
+
+
+def _taken(term: WeightTerm, part: fx.Node) -> WeightTerm:
+    """`term` after `part`, which takes runs of its outputs or of its inputs for a rank of a divided model."""
+    axis = int(ops.operand(part, "axis")) % 2
+    step = WeightStep("take_spans", (("axis", axis), ("spans", tuple(ops.operand(part, "spans")))))
+    return term.then(**{("outputs", "inputs")[axis]: step})
 
 
 def _terms(node: fx.Node) -> Iterator[WeightTerm]:

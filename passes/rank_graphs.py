@@ -8,7 +8,6 @@ from dataclasses import replace
 from qcompile.errors import PassError, UnsupportedError, UsageError
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, run_passes
-from qcompile.passes.lora import Lora
 from qcompile.passes.shard import Shard
 
 
@@ -30,8 +29,6 @@ def check_ranks(passes: Sequence[Pass], drafts: str, check_passes: bool) -> None
         raise UsageError(f"shard.rank={shard.rank}: a build makes all ranks; leave it out")
     if drafts:
         raise UnsupportedError(f"{drafts} do not run on {shard.ranks} ranks yet: take a build without, such as w4a8")
-    if any(isinstance(rewrite, Lora) and rewrite.wanted for rewrite in passes):
-        raise UnsupportedError(f"lora.rank: adapters of requests do not run on {shard.ranks} ranks yet")
     if check_passes:
         raise UsageError("a rank alone has no logits to check: check the passes in a build for one process")
 

@@ -20,7 +20,7 @@ import torch
 from qcompile import targets
 from qcompile.artifact import describe, rebuilt
 from qcompile.artifact.describe import KernelFiles
-from qcompile.artifact.layout import ADAPTERS_FILE, PASSES_FILE, canonical_json
+from qcompile.artifact.layout import PASSES_FILE, adapters_file, canonical_json
 from qcompile.artifact.reader import read_checked_manifest
 from qcompile.artifact.rebuilt import RebuiltKernels, check_runtime
 from qcompile.artifact.shards import WeightSpec
@@ -72,7 +72,8 @@ class CompilationPlan:
 
     `graphs` are the graphs after each pass, `files` the artifact's small files by name; all paths share `weights`.
     `lookup` says whether the last draft stage is prompt lookup. `ranks` are the programs of all processes that
-    run the model together, which differ in weights alone; empty if there is one. `fidelity` has what rounding changes,
+    run the model together, which differ in weights alone; empty if there is one. `others` are the last graphs of all of
+    these processes but the first. `fidelity` has what rounding changes,
     when the weights are written.
     """
 
@@ -86,6 +87,7 @@ class CompilationPlan:
     drafts: list[DraftPath]
     lookup: bool
     ranks: Sequence[Program] = ()
+    others: Sequence[Graph] = ()
     fidelity: Fidelity = field(default_factory=Fidelity)
 
     @property
@@ -259,10 +261,10 @@ def _plan(model: Any, schedule: Schedule, drafts: Drafts, options: ImportOptions
         program = backend.adapt(lower(graphs[-1], table, fidelity=(fidelity := Fidelity())))
         bits = bits_per_weight(graphs[-1])
     paths = draft_paths(model, (graphs, records), drafts, options, table, clock, other_ranks)
-    ranks = rank_programs(program, other_ranks(graphs, passes), table, backend.adapt)
+    ranks = rank_programs(program, others := other_ranks(graphs, passes), table, backend.adapt)
     paths = [_adapted(path, table, backend) for path in paths]
     made = graphs, program, table.weights, records, bits
-    planned = CompilationPlan(*made, {}, b"", paths, drafts.lookup, ranks, fidelity)
+    planned = CompilationPlan(*made, {}, b"", paths, drafts.lookup, ranks, others, fidelity)
     with clock("describe"):
         kept = tokenizer_files(model) | configuration_files(model) if isinstance(model, (str, Path)) else {}
         files = _small_files(planned) | kept | {RECIPE_FILE: schedule.recipe.text()}
@@ -297,7 +299,8 @@ def _small_files(planned: CompilationPlan) -> Files:
 def _described(planned: CompilationPlan, page: bytes) -> Files:
     """The report, and what the artifact says of linears that adapters of requests may change, if it has any."""
     rank = next((record.options["rank"] for record in planned.passes if record.name == Lora.name), 0)
-    adapters: Files = {ADAPTERS_FILE: described(planned.graphs[-1], rank).to_bytes()} if rank else {}
+    graphs = [planned.graphs[-1], *planned.others] if rank else []
+    adapters: Files = {adapters_file(own): described(graph, rank).to_bytes() for own, graph in enumerate(graphs)}
     tables = table_facts(planned.program, planned.fidelity)
     page = stored_weights.placed(page, planned.fidelity.facts(), tables)
     return {**adapters, "report.json": planned.report, "report.html": page}

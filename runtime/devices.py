@@ -6,6 +6,7 @@ and opens its executor. Nothing else in the runtime depends on the kind.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from qcompile.artifact.layout import Manifest
 from qcompile.errors import ArtifactError
 from qcompile.runtime.engine.sleep import ReleasableMemory
 from qcompile.runtime.loader import LoadedArtifact, load_artifact
-from qcompile.runtime.lora.table import Adapters, open_table, read_factors
+from qcompile.runtime.lora.table import Adapters, open_table, read_adapters
 from qcompile.runtime.options import LoadOptions
 from qcompile.runtime.ranks.crew import threads_of_each
 from qcompile.runtime.speculation.stages import Drafter
@@ -63,15 +64,19 @@ def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
 
     ranks = len(manifest["runtime"].get("ranks") or [0])
     threads = threads_of_each(ranks) if options.threads is None else options.threads
+    read = read_adapters(root, manifest, options.lora or {})
     artifact = load_artifact(root, manifest, kernels=options.kernels)
     tokenizer = load_tokenizer(root, manifest["files"])
     granted = options.kv_cache_bytes
     wanted = options.gamma != 0, tokenizer, options.prefix_caching
     rows = options.max_num_batched_tokens
-    executor, drafter = open_cpu(artifact, options.max_batch, granted, threads, *wanted, step_rows=rows)
+    executor, drafter = open_cpu(artifact, options.max_batch, granted, threads, *wanted, rows, read.folders)
     # Pages that were never used take no memory yet. Unless the caller has granted an amount, most stay unused.
     few = max(executor.kv_pages // 4, executor.limits.pages_for(executor.limits.max_position))
-    adapters = open_table(root, manifest, options.lora or {}, artifact.pointers, executor.kv_pages)
+    if executor.ranks:
+        adapters = open_table(artifact, read.named, executor.ranks.memory.numbers, executor.ranks.settle)
+    else:
+        adapters = open_table(artifact, read.named, (ctypes.c_int32 * executor.kv_pages)())
     most_cached = None if granted is not None else few
     own = CpuMemory(artifact, executor.caches)
     memory = DividedMemory(own, executor.ranks) if executor.ranks else own
@@ -84,10 +89,10 @@ def _open_on_gpu(root: Path, manifest: Manifest, options: LoadOptions) -> Opened
     memory = options.kv_cache_bytes, options.gpu_memory_utilization
     tokenizer = load_tokenizer(root, manifest["files"])
     rows = options.max_num_batched_tokens
-    named = read_factors(root, manifest, options.lora or {})
+    read = read_adapters(root, manifest, options.lora or {})
     drafts = options.gamma != 0
     copies = options.prefix_caching
-    opened = open_cuda(root, manifest, options.max_batch, *memory, drafts, tokenizer, rows, named, copies)
+    opened = open_cuda(root, manifest, options.max_batch, *memory, drafts, tokenizer, rows, read, copies)
     executor, drafter, released = opened
     return OpenedModel(executor, drafter, tokenizer, adapters=executor.inputs.adapters, memory=released)
 

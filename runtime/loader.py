@@ -79,6 +79,8 @@ class LoadedArtifact:
     """Offset in `weights` (bytes) of each file of weights."""
     pointers: Any
     """ctypes array: the address of each tensor, in the order of manifest["runtime"]["weights"], or of the rank."""
+    names: tuple[str, ...]
+    """The names of these tensors, in the same order."""
     library: ctypes.CDLL
     drafts: tuple[DraftLibrary | None, ...]
     """For each draft stage of the manifest; None for a lookup."""
@@ -148,7 +150,8 @@ def load_artifact(
     )
     library = opened[runtime["library"]]
     pointers = _pointers([addresses[index] for index in own])
-    return LoadedArtifact(root, manifest, arena, places, pointers, library, tuple(drafts))
+    own_names = tuple(entries[index]["name"] for index in own)
+    return LoadedArtifact(root, manifest, arena, places, pointers, own_names, library, tuple(drafts))
 
 
 def divided_stages(runtime: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,14 +2,15 @@
 
 A site is a linear that adapters may change. Its weight is the sum of terms: weights of the checkpoint after changes of
 their inputs and of their outputs, which passes have made. An adapter's A of such a weight goes through the changes of
-the inputs, and its B through those of the outputs. The file is safetensors with the changes' vectors, and the rest as
-JSON in its metadata.
+the inputs, and its B through those of the outputs. Each rank of a divided model has a file of its own. There the last
+change takes the rank's part: A is divided where the linear's inputs are, and B where its outputs are. The file is
+safetensors with the changes' vectors, and the rest as JSON in its metadata.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,11 +25,11 @@ from qcompile import ops
 class FactorChange:
     """An operator on a weight, with its numbers, and the name of its vector if it has one.
 
-    `op` is one of ops/weights.py, or `place` (rows at `start` of `total`).
+    `op` is one of ops/weights.py, `take_spans`, or `place` (rows at `start` of `total`).
     """
 
     op: str
-    numbers: Mapping[str, int | bool]
+    numbers: Mapping[str, int | bool | Sequence[int]]
     vector: str | None = None
 
     def apply(self, w: Tensor, vectors: Mapping[str, Tensor]) -> Tensor:
@@ -43,6 +44,8 @@ class FactorChange:
             return _reference("interleave_rows", *pair, numbers["block"])
         if self.op == "slice_rows":
             return _reference("slice_rows", w, numbers["start"], numbers["stop"])
+        if self.op == "take_spans":
+            return _reference("take_spans", w, list(numbers["spans"]), numbers["axis"])
         given = () if self.vector is None else (vectors[self.vector],)
         rest = (numbers["inverse"],) if "inverse" in numbers else ()
         return _reference(self.op, w, *given, numbers["axis"], *rest)

@@ -29,6 +29,13 @@ ADAPTERS_FILE, ADAPTER_TABLE = "adapters.safetensors", "lora.table"
 """The file about linears that adapters may change (artifact/adapted.py), and the weight by which kernels find adapters,
 of ADAPTER_TABLE_BYTES bytes, to which the runtime writes (runtime/lora/table.py)."""
 ADAPTER_TABLE_BYTES = 64
+
+
+def adapters_file(rank: int) -> str:
+    """The name of ADAPTERS_FILE of a rank of a divided model."""
+    return f"{ADAPTERS_FILE.removesuffix('.safetensors')}-{rank:05}.safetensors" if rank else ADAPTERS_FILE
+
+
 CONFIG_FILE = "source/config.json"
 """The configuration of the checkpoint, for exports. It is in a folder, as a folder with config.json is a checkpoint."""
 PASSES_FILE = "passes.json"

@@ -22,6 +22,7 @@ from qcompile.runtime.cpu.rank_sleep import FollowerMemory
 from qcompile.runtime.cpu.ranks import RankSettings, SharedMemory, join
 from qcompile.runtime.cpu.sleep import CpuMemory
 from qcompile.runtime.loader import load_artifact
+from qcompile.runtime.lora.table import open_table, read_same_adapters
 from qcompile.runtime.ranks.watching import BEAT_SECONDS
 
 _PATIENCE = 3.0
@@ -32,13 +33,15 @@ def main() -> None:
     """Read the settings from standard input, follow rank 0, and exit: 0 if it ended, 1 if this rank could not open."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is rank 0's, which ends the others
     settings = RankSettings(**json.loads(sys.stdin.readline()))
-    memory = SharedMemory(settings.sizes, int(sys.argv[1]))
+    memory = SharedMemory(settings.sizes, int(sys.argv[1]), settings.numbers)
     opened: list[FollowerMemory] = []
     threading.Thread(target=_watch, args=(memory, opened), daemon=True).start()
     try:
         manifest = read_same_manifest(settings.root, settings.sealed)
         artifact = load_artifact(settings.root, manifest, settings.rank)
+        named = read_same_adapters(artifact.root, manifest, settings.adapters, settings.rank)
         paths = open_rank(artifact, settings)
+        table = open_table(artifact, named, memory.numbers)  # must live as long as the model
         own = CpuMemory(artifact, paths[0].caches)
         opened.append(FollowerMemory(own, memory, settings.rank, paths[0].copy_state))
         join(paths, memory, len(manifest["runtime"]["ranks"]), settings.rank)
@@ -54,6 +57,7 @@ def main() -> None:
         thread.join()
     for path in reversed(paths):
         path.close()
+    del table
 
 
 def _beat(memory: SharedMemory, rank: int) -> None:

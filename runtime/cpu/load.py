@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _KV_SHARE = 4  # by default the cache takes at most 1 / 4 of the free memory
 
 
-def open_cpu(
+def open_cpu(  # parameters: those of `load` that concern a CPU
     artifact: LoadedArtifact,
     max_batch: int,
     kv_cache_bytes: int | None,
@@ -35,11 +35,13 @@ def open_cpu(
     tokenizer: Tokenizer | None,
     snapshots: bool = False,
     step_rows: int | None = None,
+    adapters: Sequence[Sequence[str]] = (),
 ) -> tuple[Executor, Drafter | None]:
     """Open the artifact's model, and its drafts if `drafts` is true. On failure, nothing stays open.
 
     With `snapshots`, there are slots for copies of recurrent states, as far as memory permits. `step_rows` are the most
-    rows of a step, by default as many as the artifact permits.
+    rows of a step, by default as many as the artifact permits. `adapters` are the names, folders and hashes of
+    adapters, which other ranks read too.
 
     `tokenizer` is the target's. Raises ArtifactError (manifest and libraries differ), ResourceError (memory, threads),
     UsageError.
@@ -70,7 +72,7 @@ def open_cpu(
             drafter = _open_stages(artifact, stages, executor, _Caches(arena, states, max_batch), undo)
         if ranks > 1:
             divided = [executor, *_divided(stages, drafter)]
-            processes = _start_ranks(artifact, divided, ranks, max_batch)
+            processes = _start_ranks(artifact, divided, ranks, max_batch, adapters)
             for path in divided:
                 path.ranks = processes
             executor.embed_width = 0  # a plan has no embeddings
@@ -93,19 +95,26 @@ def _limits(manifest: Manifest, rows: int) -> Limits:
     return Limits(rows, runtime["vocab_size"], kv["page_tokens"], position, kv.get("ring_tokens") or 0)
 
 
-def _start_ranks(artifact: LoadedArtifact, paths: Sequence[Executor], ranks: int, max_batch: int) -> RankProcesses:
+def _start_ranks(
+    artifact: LoadedArtifact,
+    paths: Sequence[Executor],
+    ranks: int,
+    max_batch: int,
+    adapters: Sequence[Sequence[str]],
+) -> RankProcesses:
     """Start the processes of the other ranks, and join them. `paths`: those that all ranks compute, the model's first.
 
     Raises ResourceError if one cannot open the model.
     """
-    memory = SharedMemory([path.library.qc_rank_bytes(path.handle) for path in paths])
-    join(paths, memory, ranks, 0)
     executor, root = paths[0], str(artifact.root.absolute())
+    numbers = executor.kv_pages if adapters else 0
+    memory = SharedMemory([path.library.qc_rank_bytes(path.handle) for path in paths], numbers=numbers)
+    join(paths, memory, ranks, 0)
     limits = executor.limits
     sizes = executor.kv_pages, executor.threads, max_batch, limits.max_tokens, limits.max_position
     shared = memory.sizes, len(paths) > 1, artifact.manifest["sha256"]
     copies = executor.copies.many if executor.copies else 0
-    settings = [RankSettings(root, rank, *sizes, *shared, copies) for rank in range(1, ranks)]
+    settings = [RankSettings(root, rank, *sizes, *shared, copies, adapters) for rank in range(1, ranks)]
     return RankProcesses(memory, settings)
 
 

@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -27,17 +28,21 @@ _PAGE = 4096
 _LAST_WORD = _PAGE // 4 - 1  # of the first path's header; beats of ranks are from there down
 _PATIENCE = 5.0
 """Seconds that a rank has to end by itself."""
+_NAP = 20e-6
+"""Seconds between two looks whether a rank has finished its step: others finish within as much of rank 0."""
 
 
 class SharedMemory:
     """Zeroed memory that processes share through the file `descriptor`; rank 0 makes it, others open it.
 
-    It has a part for each path of the model, of `sizes` bytes, which begins with a header.
+    It has a part for each path of the model, of `sizes` bytes, which begins with a header. Behind them are `numbers`
+    numbers, those of the adapters that pages of the cache have.
     """
 
-    def __init__(self, sizes: Sequence[int], descriptor: int | None = None) -> None:
+    def __init__(self, sizes: Sequence[int], descriptor: int | None = None, numbers: int = 0) -> None:
         self.sizes = [-(-size // _PAGE) * _PAGE for size in sizes]
-        size = sum(self.sizes)
+        end = sum(self.sizes)
+        size = end + 4 * numbers
         if descriptor is None:
             descriptor = os.memfd_create("qcompile-ranks")
             os.ftruncate(descriptor, size)
@@ -50,6 +55,7 @@ class SharedMemory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.addresses = [address + start for start in starts]
         """Where the part of each path begins."""
+        self.numbers: Any = (ctypes.c_int32 * numbers).from_buffer(self._map, end) if numbers else None
         self._words = [(ctypes.c_uint32 * (_PAGE // 4)).from_buffer(self._map, start) for start in starts]
 
     @property
@@ -118,6 +124,13 @@ class RankSettings(NamedTuple):
     """The hash of the manifest that rank 0 has read."""
     copies: int = 0
     """Slots for copies of recurrent states, behind those of requests."""
+    adapters: Sequence[Sequence[str]] = ()
+    """The name and the folder of each adapter of requests, and the hash of its files as rank 0 has read them."""
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers of adapters ranks share."""
+        return self.pages if self.adapters else 0
 
 
 class RankProcesses:
@@ -152,6 +165,12 @@ class RankProcesses:
         for process in self._processes:
             process.tell(what)
         return [process.answer(doing="after it loaded") for process in self._processes]
+
+    def settle(self) -> None:
+        """Wait until all have finished the steps that rank 0 has planned, or one has failed, so that no step ends."""
+        ranks = range(1, 1 + len(self._processes))
+        while not self.memory.failed and not all(map(self.memory.settled, ranks)):
+            time.sleep(_NAP)
 
     def copy_state(self, source: int, target: int) -> None:
         """Have each process copy a slot of recurrent states to another. Raises ResourceError if one cannot."""

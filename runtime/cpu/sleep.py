@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 
-from qcompile.artifact.layout import ADAPTER_TABLE
+from qcompile.artifact.layout import ADAPTER_TABLE, ADAPTER_TABLE_BYTES
 from qcompile.runtime.loader import Arena, LoadedArtifact, read_weights
 
 
@@ -19,12 +19,11 @@ class CpuMemory:
     def __init__(self, artifact: LoadedArtifact, caches: Sequence[Arena]) -> None:
         self._artifact = replace(artifact, root=artifact.root.absolute())  # the working directory may change
         self._caches = tuple({cache.address: cache for cache in caches}.values())
-        entries = artifact.manifest["runtime"]["weights"]
         # What loading has written over the weights that were read: the table of adapters.
         self._written = [
-            (artifact.pointers[number], entry["bytes"])
-            for number, entry in enumerate(entries)
-            if entry["name"] == ADAPTER_TABLE
+            (address, ADAPTER_TABLE_BYTES)
+            for address, name in zip(artifact.pointers, artifact.names, strict=True)
+            if name == ADAPTER_TABLE
         ]
         self._contents: list[bytes] = []
 

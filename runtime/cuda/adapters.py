@@ -43,6 +43,18 @@ def plan_for(plan: dict[str, Any], named: Mapping[str, Sites] | None) -> dict[st
     return plan | {"launches": [each for each in plan["launches"] if each.get("site") in {None, *changed}]}
 
 
+class NamedFactors(Protocol):
+    """Adapters that requests may have, as runtime/lora/table.py has read them."""
+
+    @property
+    def named(self) -> Mapping[str, Sites]:
+        """By name: the factors in each linear, or in a rank's part of it."""
+
+    @property
+    def folders(self) -> Sequence[Sequence[str]]:
+        """The name and the folder of each, and the hash of its files."""
+
+
 class DeviceAdapters:
     """The adapters `named` (factors by name, None for a linear that is not changed), copied to a GPU.
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from qcompile.artifact.reader import read_same_manifest
@@ -25,6 +26,7 @@ from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.load import LoadedRank, load_rank
 from qcompile.runtime.cuda.plans import PlanKind, Record, SharedPlan
 from qcompile.runtime.cuda.ranks import FailWord, GpuRankSettings
+from qcompile.runtime.lora.table import read_same_adapters
 from qcompile.runtime.ranks.watching import BEAT_SECONDS
 
 _PATIENCE = 2.0
@@ -41,7 +43,8 @@ def main() -> None:
         gpu = driver(settings.rank)
         failed = FailWord(gpu)
         manifest = read_same_manifest(settings.root, settings.sealed)
-        rank = load_rank(settings.root, manifest, settings.rank, settings.drafts)
+        named = read_same_adapters(Path(settings.root), manifest, settings.adapters, settings.rank)
+        rank = load_rank(settings.root, manifest, settings.rank, settings.drafts, named)
         _say(free=gpu.memory()[0])
         executors, opened = _joined(rank, settings.rank, failed)
     except QCompileError as error:

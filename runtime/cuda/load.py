@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcompile.artifact.hashes import listed_file
 from qcompile.artifact.layout import ADAPTER_TABLE, Manifest
 from qcompile.errors import ArtifactError, ResourceError
-from qcompile.runtime.cuda.adapters import DeviceAdapters, Sites, plan_for
+from qcompile.runtime.cuda.adapters import DeviceAdapters, NamedFactors, Sites, plan_for
 from qcompile.runtime.cuda.driver import Driver, driver
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.cuda.features import feature_bytes
@@ -67,7 +68,7 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
     drafts: bool,
     tokenizer: Tokenizer | None = None,
     step_rows: int | None = None,
-    adapters: Mapping[str, Sites] | None = None,
+    adapters: NamedFactors | None = None,
     snapshots: bool = False,
 ) -> OpenedCuda:
     """Verify every file of the artifact, copy its weights to the GPU, and open its plan and, if wanted, its drafts.
@@ -80,15 +81,15 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
     than the kernels take).
     """
     if (ranks := len(manifest["runtime"].get("ranks") or [0])) > 1:
-        given = max_batch, kv_cache_bytes, memory_share, drafts, step_rows, snapshots
+        given = max_batch, kv_cache_bytes, memory_share, drafts, step_rows, snapshots, adapters
         return OpenedCuda(*open_divided(root, manifest, ranks, *given), f"{ranks} processes compute it together")
-    gpu = driver()
+    gpu, named = driver(), adapters.named if adapters else {}
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
     small = _read_other_files(root, manifest)
     stages = runtime.get("levels") or [] if drafts else []
     paths = [stage for stage in stages if "library" in stage]
-    plans = [plan_for(json.loads(small[path["library"]]), adapters) for path in (runtime, *paths)]
+    plans = [plan_for(json.loads(small[path["library"]]), named) for path in (runtime, *paths)]
     rows = step_rows or min(STEP_TOKENS["cuda"], runtime["max_tokens"], plans[0]["most_rows"])
     sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens") or 0, max_batch, runtime.get("max_outputs") or 0)
@@ -107,7 +108,7 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
         functions = _load_kernels(gpu, plans, PurePosixPath(runtime["library"]).parent, small, modules)
         uploaded = upload_weights(gpu, root, manifest, held)
         weights = uploaded.by_name
-        sent = DeviceAdapters(gpu, adapters, weights[ADAPTER_TABLE], held) if adapters else None
+        sent = DeviceAdapters(gpu, named, weights[ADAPTER_TABLE], held) if named else None
         target = _open_target(gpu, plans, functions, weights, limits, room)
         undo.pop_all()
         target.adopt(held, modules)
@@ -123,7 +124,8 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
 class LoadedRank(NamedTuple):
     """A rank of a divided model, with its kernels and weights on its GPU, but without the memory of its executors.
 
-    plans: of the model, and of the draft `stages` that all ranks compute.
+    plans: of the model, and of the draft `stages` that all ranks compute. adapters: those of requests, if there are
+    any.
     """
 
     gpu: Driver
@@ -134,6 +136,7 @@ class LoadedRank(NamedTuple):
     limits: Limits
     held: list[int]
     modules: list[ctypes.c_void_p]
+    adapters: DeviceAdapters | None = None
 
     def open(self, pages: int, rows: int, slots: int, copies: int) -> list[CudaExecutor]:
         """The executors of all paths, with `pages` pages of cache, for steps of `rows` rows and `slots` requests.
@@ -146,6 +149,7 @@ class LoadedRank(NamedTuple):
             undo.callback(target.close)
             drafts = _open_stages(undo, target, self.stages, self.plans[1:], (self.functions, self.weights))
             undo.pop_all()
+        target.inputs.adapters = self.adapters
         target.adopt(self.held, self.modules)  # last, as `free` frees them if this fails
         return [target, *(draft.executor for draft in drafts if isinstance(draft.executor, CudaExecutor))]
 
@@ -154,17 +158,19 @@ class LoadedRank(NamedTuple):
         _free(self.gpu, self.held, self.modules)
 
 
-def load_rank(root: str | Path, manifest: Manifest, rank: int, drafts: bool) -> LoadedRank:
+def load_rank(
+    root: str | Path, manifest: Manifest, rank: int, drafts: bool, adapters: Mapping[str, Sites] = MappingProxyType({})
+) -> LoadedRank:
     """Load the kernels and weights of one rank to the GPU of that number, and verify its share of the files.
 
-    With `drafts`, those of drafts that all ranks compute, too.
+    With `drafts`, those of drafts that all ranks compute, too. `adapters` are the rank's factors of adapters by name.
     """
     gpu, root = driver(rank), Path(root)
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
     small = _read_other_files(root, manifest)
     stages = divided_stages(runtime) if drafts else []
-    plans = [json.loads(small[path["library"]]) for path in (runtime, *stages)]
+    plans = [plan_for(json.loads(small[path["library"]]), adapters) for path in (runtime, *stages)]
     rows = min(STEP_TOKENS["cuda"], runtime["max_tokens"], plans[0]["most_rows"])
     sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens") or 0, 0, runtime.get("max_outputs") or 0)
@@ -173,6 +179,9 @@ def load_rank(root: str | Path, manifest: Manifest, rank: int, drafts: bool) -> 
         folder = PurePosixPath(runtime["library"]).parent
         loaded.functions.update(_load_kernels(gpu, plans, folder, small, loaded.modules))
         loaded.weights.update(upload_rank(gpu, root, manifest, rank, loaded.held))
+        if adapters:
+            sent = DeviceAdapters(gpu, adapters, loaded.weights[ADAPTER_TABLE], loaded.held)
+            loaded = loaded._replace(adapters=sent)
     except BaseException:
         loaded.free()
         raise
@@ -189,6 +198,7 @@ def open_divided(  # parameters: those of `open_cuda` that a divided model has
     drafts: bool,
     step_rows: int | None,
     snapshots: bool,
+    adapters: NamedFactors | None,
 ) -> tuple[CudaExecutor, Drafter | None]:
     """Open a model that is divided over `ranks` GPUs, as rank 0; the other ranks have processes of their own.
 
@@ -198,9 +208,10 @@ def open_divided(  # parameters: those of `open_cuda` that a divided model has
     gpu = driver()
     check_gpus(gpu, ranks, root)
     with ExitStack() as undo:
-        processes = CudaRanks(root, manifest["sha256"], ranks, gpu, drafts)
+        named, folders = (adapters.named, adapters.folders) if adapters else ({}, ())
+        processes = CudaRanks(root, manifest["sha256"], ranks, gpu, drafts, folders)
         undo.callback(processes.close)
-        own = load_rank(root, manifest, 0, drafts)
+        own = load_rank(root, manifest, 0, drafts, named)
         undo.callback(own.free)
         limits = own.limits._replace(slots=max_batch, max_tokens=step_rows or own.limits.max_tokens)
         page_bytes, slot_bytes = manifest["runtime"]["kv"]["page_bytes"], own.plans[0].get("slot_bytes", 0)

@@ -43,6 +43,8 @@ class GpuRankSettings(NamedTuple):
     """Whether to open the drafts that all ranks compute."""
     sealed: str
     """The hash of the manifest that rank 0 has read."""
+    adapters: Sequence[Sequence[str]] = ()
+    """The name and the folder of each adapter of requests, and the hash of its files as rank 0 has read them."""
 
 
 class FailWord:
@@ -86,12 +88,21 @@ def check_gpus(gpu: Driver, ranks: int, root: Path) -> None:
 class CudaRanks:
     """The processes of ranks 1 and up, from before rank 0 loads its weights to the end.
 
-    sealed: the hash of the manifest that rank 0 has read. drafts: whether they open drafts.
+    sealed: the hash of the manifest that rank 0 has read. drafts: whether they open drafts. adapters: the
+    names, folders and hashes of adapters.
 
     `loaded` waits until all have loaded theirs, `join` until all can sum. Raises ResourceError if one cannot.
     """
 
-    def __init__(self, root: Path, sealed: str, ranks: int, gpu: Driver, drafts: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        sealed: str,
+        ranks: int,
+        gpu: Driver,
+        drafts: bool,
+        adapters: Sequence[Sequence[str]] = (),
+    ) -> None:
         self._memory = SharedPlan(_PLAN_BYTES)
         self._bells = [os.eventfd(0) for _ in range(1, ranks)]
         self.plans = PlanWriter(self._memory, self._bells)
@@ -102,7 +113,7 @@ class CudaRanks:
         try:
             for rank, bell in enumerate(self._bells, start=1):
                 self._processes.append(start(rank, "cuda", [self._memory.descriptor, bell]))
-                settings = GpuRankSettings(str(root.absolute()), rank, _PLAN_BYTES, drafts, sealed)
+                settings = GpuRankSettings(str(root.absolute()), rank, _PLAN_BYTES, drafts, sealed, adapters)
                 self._processes[-1].tell(settings._asdict())
         except BaseException:
             self.close()

@@ -37,12 +37,16 @@ def model(tiny_checkpoint: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
 
 
-def unrounded(gemm: Any) -> Any:
-    """The weight of a gemm before it is rounded."""
-    node = ops.operand(gemm, "weight")
-    while ops.name_of(node.target) in ROUNDED:
-        node = ops.operand(node, "weight" if ops.name_of(node.target) == "upper_nibble" else "w")
-    return node
+def unrounded(graph: Graph, gemm: Any, chosen: dict[Any, torch.Tensor]) -> torch.Tensor:
+    """The weight of a gemm before it is rounded; of a rank's gemm, the rank's part of it."""
+    node, parts = ops.operand(gemm, "weight"), list[Any]()
+    while (kind := ops.name_of(node.target)) in (*ROUNDED, "take_parts"):
+        parts += [ops.operands(node)] * (kind == "take_parts")
+        node = ops.operand(node, "weight" if kind in ("upper_nibble", "take_parts") else "w")
+    value = graph.evaluate(node, chosen)
+    for part in reversed(parts):
+        value = ops.reference("take_spans")(value, part.spans, part.axis)
+    return value
 
 
 def dense(site: SiteFactors, n: int, k: int) -> torch.Tensor:
@@ -63,6 +67,8 @@ def dense(site: SiteFactors, n: int, k: int) -> torch.Tensor:
         ("qserve", {}),
         ("w4a4", {}),
         ("mixllm", {}),
+        ("f32", {"shard__ranks": 2, "rotate__enabled": True, "fold_norms__enabled": True}),
+        ("bf16", {"shard__ranks": 2, "shard__rank": 1}),
     ],
 )
 def test_factors_follow_their_weights(
@@ -83,9 +89,9 @@ def test_factors_follow_their_weights(
     assert len(result) == 8
     for site, place in zip(result, sites(graph), strict=True):
         assert site is not None
-        node, chosen = unrounded(place.gemm), {}  # what is chosen by the weights' values stays as it was
-        before = graph.evaluate(node, chosen)
-        after = Graph(graph.fx, changed, graph.info, graph.stage).evaluate(node, chosen)
+        chosen: dict[Any, torch.Tensor] = {}  # what is chosen by the weights' values stays as it was
+        before = unrounded(graph, place.gemm, chosen)
+        after = unrounded(Graph(graph.fx, changed, graph.info, graph.stage), place.gemm, chosen)
         error = (dense(site, *before.shape) - (after - before)).norm()
         rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[site.a.dtype]  # of both factors
         assert error < rounding * (after - before).norm()

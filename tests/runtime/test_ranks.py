@@ -391,7 +391,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedError,
         "draft models and heads on cuda targets do not run on 2",
     ),
-    "adapters": ({"options": TWO | {"lora.rank": "8"}}, UnsupportedError, "lora.rank: adapters"),
     "checks": ({"check_passes": True}, UsageError, "a rank alone has no logits to check"),
     "a rank": ({"options": TWO | {"shard.rank": "1"}}, UsageError, "a build makes all ranks"),
     "rows of other bits": ({"recipe": "mixllm", "drafts": ()}, UnsupportedError, "rank 1 would need other kernels"),

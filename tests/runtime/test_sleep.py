@@ -7,6 +7,7 @@ import ctypes
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 import qcompile
 from qcompile import LLM, AsyncLLM, SamplingParams
-from qcompile.artifact.layout import ADAPTER_TABLE
+from qcompile.artifact.layout import ADAPTER_TABLE, ADAPTER_TABLE_BYTES
 from qcompile.errors import ArtifactError, AsleepError, UnsupportedError, UsageError
 from qcompile.runtime import loader
 from qcompile.runtime.cpu.sleep import CpuMemory
@@ -120,10 +121,9 @@ def test_weights_that_have_changed_do_not_wake(tiny_artifact: Build, tmp_path: P
 def test_what_loading_wrote_over_weights_is_written_again(tiny_artifact: Build) -> None:
     """As the table of adapters, which is a weight of zeros in the artifact."""
     artifact = loader.load_artifact(tiny_artifact("w4a8"))
-    entry, address = artifact.manifest["runtime"]["weights"][0], artifact.pointers[0]
-    entry["name"] = ADAPTER_TABLE
-    weight = (ctypes.c_ubyte * entry["bytes"]).from_address(address)
-    weight[:] = table = bytes(number % 251 for number in range(entry["bytes"]))
+    artifact = replace(artifact, names=(ADAPTER_TABLE, *artifact.names[1:]))
+    weight = (ctypes.c_ubyte * ADAPTER_TABLE_BYTES).from_address(artifact.pointers[0])
+    weight[:] = table = bytes(range(ADAPTER_TABLE_BYTES))
     memory = CpuMemory(artifact, [])
     memory.release(1)
     assert not any(weight)

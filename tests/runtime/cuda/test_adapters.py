@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from qcompile.artifact.adapted import Adapted, AdaptedWeight, Site
-from qcompile.artifact.layout import ADAPTER_TABLE, ADAPTERS_FILE
+from qcompile.artifact.adapted import Adapted, AdaptedWeight, FactorChange, Site
+from qcompile.artifact.layout import ADAPTER_TABLE, ADAPTERS_FILE, adapters_file
 from qcompile.errors import UnsupportedError, UsageError
 from qcompile.runtime.cuda import launching, load
 from qcompile.runtime.cuda.adapters import plan_for
 from qcompile.runtime.cuda.executor import CudaExecutor
 from qcompile.runtime.devices import open_model
+from qcompile.runtime.lora.table import read_adapters, read_same_adapters
 from qcompile.runtime.options import LoadOptions
 from qcompile.runtime.step import Rows
 from tests.support.adapters import pair, save
@@ -97,3 +99,32 @@ def test_artifacts_without_places_refuse_adapters(tmp_path: Path) -> None:
     manifest = artifact(tmp_path / "none")
     with pytest.raises(UnsupportedError, match=r"has no places for adapters: build it with --set lora\.rank=16"):
         open_model(tmp_path / "none", manifest, LoadOptions(max_batch=2, lora={"tuned": tmp_path}))
+
+
+def test_a_rank_of_several_gpus_has_its_own_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 reads its half of the inputs from the folder that rank 0 names, and launches what rank 0 does."""
+    driver = Driver()
+    monkeypatch.setattr(load, "driver", lambda *_: driver)
+    monkeypatch.setattr(launching, "LaunchCall", FakeLaunch)
+    variants = [variant("many", ["adapted", 1, 1], {"kind": "weight", "name": ADAPTER_TABLE})]
+    launches = [{"name": "add", "by": "adapted", "site": site, "variants": variants} for site in (0, 1)]
+    root = tmp_path / "places"
+    manifest = artifact(root, *launches)
+    half = FactorChange("take_spans", {"axis": 1, "spans": [16, 32]})
+    sites = [Site(name, 16, 16, "bf16", (AdaptedWeight(f"{name}.weight", (16, 32), (half,), ()),)) for name in "qk"]
+    (root / adapters_file(1)).write_bytes(Adapted(4, tuple(sites), {}, {}).to_bytes())
+    (root / ADAPTERS_FILE).write_bytes(Adapted(4, tuple(sites), {}, {}).to_bytes())
+    manifest["files"] = listed(root)
+    manifest["runtime"]["ranks"] = [[0, 1], [0, 1]]
+    folder = save(tmp_path / "tuned", tensors := pair("q", 16, 32))
+    read = read_adapters(root, manifest, {"tuned": folder})
+    named = read_same_adapters(root, manifest, read.folders, 1)
+    [own, none] = named["tuned"]
+    assert own is not None and none is None
+    assert torch.equal(own.a[:4, :16], tensors["q.lora_A.weight"][:, 16:].bfloat16())
+    rank = load.load_rank(root, manifest, 1, False, named)
+    assert [each.get("site") for each in rank.plans[0]["launches"] if each["name"] == "add"] == [0]
+    [executor] = rank.open(pages=4, rows=8, slots=2, copies=0)
+    assert executor.inputs.adapters is rank.adapters is not None and rank.adapters.names == ("tuned",)
+    assert "adapters" in executor.inputs._offsets
+    executor.close()
