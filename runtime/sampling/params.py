@@ -241,6 +241,8 @@ class SamplingParams:
 
 def plain_number(value: Any) -> Any:
     """A number of any type as Python's int or float; anything else, and what exceeds a float, unchanged."""
+    if value is None or type(value) in (int, float, bool):  # all but few: the check below takes ten times as long
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     try:
