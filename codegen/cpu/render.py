@@ -154,6 +154,7 @@ def _sizes(program: Program, statements: Statements) -> dict[str, Any]:
         "expert_k": max((call.k for call in experts), default=0),
         "expert_n": max((call.rows for call in experts), default=0),
         "hidden_width": _hidden_width(program),
+        "embed_width": _embed_width(program),
         "rope_tables": tables,
         "rope_floats": tables[-1].offset + rope_stride(tables[-1].rotary_dim) if tables else 0,
     }
@@ -168,9 +169,7 @@ def _description(program: Program, target: Target) -> str:
         "vocab_size": program.vocab_size,
         "max_position": program.max_position,
         "weights": len(program.weights),
-        "embed_width": next(
-            (program.buffer(c.out).width for c in program.calls if isinstance(c, Embed) and c.given), 0
-        ),
+        "embed_width": _embed_width(program),
         "hidden_width": _hidden_width(program),
         **({"features": program.features} if program.features else {}),
         "kv": {
@@ -183,8 +182,14 @@ def _description(program: Program, target: Target) -> str:
         "calls": [call.name for call in program.calls],
         **({"slot_bytes": program.states.slot_bytes} if program.states.layers else {}),
         **({"sum_floats": sums["sum_floats"], "ranks": sums["sums"][0].ranks} if sums["sums"] else {}),
+        **({"plans_embeds": True} if sums["sums"] and _embed_width(program) else {}),
     }
     return json.dumps(data, sort_keys=True)
+
+
+def _embed_width(program: Program) -> int:
+    """Width of embeddings that rows may have in place of those of their tokens; 0 if they cannot."""
+    return next((program.buffer(c.out).width for c in program.calls if isinstance(c, Embed) and c.given), 0)
 
 
 def _place(buffer: Buffer, barriers: Barriers) -> str:

@@ -75,7 +75,8 @@ def open_cpu(  # parameters: those of `load` that concern a CPU
             processes = _start_ranks(artifact, divided, ranks, max_batch, adapters)
             for path in divided:
                 path.ranks = processes
-            executor.embed_width = 0  # a plan has no embeddings
+            if not executor.description.get("plans_embeds"):
+                executor.embed_width = 0  # its library plans steps of tokens only: an earlier version has built it
         undo.pop_all()
     return executor, drafter
 

@@ -36,9 +36,10 @@ struct RankHeader {
 constexpr int kBeats = 256;  // the runtime counts at the end of the header by what each process says that it runs
 static_assert(sizeof(RankHeader) + kBeats * sizeof(uint32_t) <= kRankHeader && kRanks < kBeats, "they have to fit");
 
-// The sizes of a step; its arrays follow, in the order of qc_batch.
+// The sizes of a step; its arrays follow, in the order of qc_batch. Then come the numbers of the `embedded` rows that have
+// an embedding in place of their token's, and these embeddings.
 struct RankPlan {
-  int32_t tokens, sequences, outputs, block_stride;
+  int32_t tokens, sequences, outputs, block_stride, embedded;
 };
 
 struct Ranks {
@@ -50,6 +51,7 @@ struct Ranks {
   uint32_t steps, sums;    // this process's counts
   int other_count;         // paths that run on the same threads
   RankHeader* others[kMostPaths];
+  const float** embeds;    // of the rows of a step that another rank has planned: [tokens]
 
   bool stopped() const {
     return __atomic_load_n(&header->failed, __ATOMIC_ACQUIRE) || __atomic_load_n(&header->ended, __ATOMIC_ACQUIRE);
@@ -133,12 +135,21 @@ static bool begin_step(Model& m, qc_batch& b) {
   if (!ranks.await_steps(ranks.header)) return false;
   for (int path = 0; path < ranks.other_count; ++path)
     if (!ranks.await_steps(ranks.others[path])) return false;
-  *(RankPlan*)ranks.plan = {b.tokens, b.sequences, b.outputs, b.block_stride};
+  int32_t embedded = 0;
+  for (int row = 0; kEmbedWidth && b.embeds && row < b.tokens; ++row) embedded += b.embeds[row] != nullptr;
+  *(RankPlan*)ranks.plan = {b.tokens, b.sequences, b.outputs, b.block_stride, embedded};
   int32_t* to = (int32_t*)(ranks.plan + sizeof(RankPlan));
   plan_arrays(b, [&](const int32_t* from, int64_t count) {
     if (count) memcpy(to, from, (size_t)count * sizeof(int32_t));
     to += count;
   });
+  float* values = (float*)(to + embedded);
+  for (int row = 0; embedded && row < b.tokens; ++row)
+    if (b.embeds[row]) {
+      *to++ = row;
+      memcpy(values, b.embeds[row], kEmbedWidth * sizeof(float));
+      values += kEmbedWidth;
+    }
   ranks.header->plan.raise(++ranks.steps);
   return !ranks.stopped();
 }
@@ -149,7 +160,8 @@ static void run_batch(Model& m, const qc_batch& b);
 
 static int64_t plan_bytes(const Model& m) {
   const int64_t tokens = m.rows[kTokens], table = tokens * kv_entries(kKv, kMaxPosition);
-  return ((int64_t)sizeof(RankPlan) + (int64_t)sizeof(int32_t) * (7 * tokens + 1 + table) + 4095) / 4096 * 4096;
+  const int64_t numbers = 7 * tokens + 1 + table, embedded = tokens * (1 + kEmbedWidth);
+  return ((int64_t)sizeof(RankPlan) + (int64_t)sizeof(int32_t) * (numbers + embedded) + 4095) / 4096 * 4096;
 }
 static int64_t part_floats(const Model& m) { return (int64_t)m.capacity[kTokens] * kSumFloats; }
 
@@ -162,10 +174,11 @@ QC_API int qc_join(void* model, const qc_ranks* c) {
   if (!model || !c || !c->memory || c->ranks != kRanks || c->rank < 0 || c->rank >= kRanks) return 1;
   Model& m = *(Model*)model;
   if (m.ranks || c->bytes < qc_rank_bytes(model) || c->other_count < 0 || c->other_count > kMostPaths) return 1;
-  m.ranks = (Ranks*)malloc(sizeof(Ranks));
+  m.ranks = (Ranks*)malloc(sizeof(Ranks) + (size_t)m.rows[kTokens] * sizeof(float*));
   if (!m.ranks) return 1;
   char *plan = (char*)c->memory + kRankHeader, *parts = plan + plan_bytes(m);
-  *m.ranks = {(RankHeader*)c->memory, plan, (float*)parts, part_floats(m), c->rank, 0, 0, c->other_count, {}};
+  *m.ranks = {(RankHeader*)c->memory, plan, (float*)parts, part_floats(m), c->rank, 0, 0, c->other_count, {},
+              (const float**)(m.ranks + 1)};
   for (int path = 0; path < c->other_count; ++path) m.ranks->others[path] = (RankHeader*)c->other_paths[path];
   return 0;
 }
@@ -185,6 +198,13 @@ QC_API int qc_follow(void* model) {
     b.token_ids = take(b.tokens), b.positions = take(b.tokens), b.query_start = take(b.sequences + 1);
     b.block_table = take((int64_t)b.sequences * b.block_stride), b.output_rows = take(b.outputs);
     if (kSlotNumbers) b.state_slots = take(b.sequences), b.certain = take(b.sequences);
+    if (plan.embedded) {
+      const int32_t* rows = take(plan.embedded);
+      const float* values = (const float*)take((int64_t)plan.embedded * kEmbedWidth);
+      for (int row = 0; row < b.tokens; ++row) ranks.embeds[row] = nullptr;
+      for (int i = 0; i < plan.embedded; ++i) ranks.embeds[rows[i]] = values + (int64_t)i * kEmbedWidth;
+      b.embeds = ranks.embeds;
+    }
     if (!kLateSums) b.outputs = 0;  // rank 0 alone computes the logits
     run_batch(m, b);
     ranks.header->done[ranks.rank].raise(++ranks.steps);
