@@ -16,8 +16,6 @@ def why_not(plan: Mapping[str, Any]) -> str:
     """Why a plan's hidden states cannot be read, and what to do, as the rest of a sentence; "" if they can."""
     if "hidden" not in plan:
         return "it was built by an earlier version of qcompile: build it again"
-    if "sums" in plan:
-        return "it is divided over several GPUs: build it for one"
     if not plan["hidden"]:
         return "passes have changed them: build it with a recipe without rotate, fold_norms and smooth, such as w4a8"
     return ""

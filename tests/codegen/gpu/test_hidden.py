@@ -48,6 +48,4 @@ def test_plans_without_hidden_states_say_why() -> None:
     plan = {"hidden": make_plan(program, TARGETS["h100"]).hidden}
     assert why_not(plan).startswith("passes have changed them: build it with a recipe without rotate")
     assert why_not({}) == "it was built by an earlier version of qcompile: build it again"
-    known = {"hidden": {"before": "head"}}
-    assert not why_not(known)
-    assert why_not(known | {"sums": {"ranks": 2}}) == "it is divided over several GPUs: build it for one"
+    assert not why_not({"hidden": {"before": "head"}})

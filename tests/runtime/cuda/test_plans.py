@@ -228,6 +228,7 @@ def test_another_rank_repeats_all_but_what_the_host_reads(memory: SharedPlan) ->
     plans.reset_counter(1)
     plans.follow({"tokens": 3})
     plans.run({"tokens": 3, "reported": 2, "kept": 1}, True, "before masks", 5)
+    plans.run({"tokens": 2}, False, "before the head", 1)  # for hidden states, which rank 0 reads
     plans.end()
     executor = Repeated()
     follow([executor], memory, 1, bell)  # type: ignore[list-item]
@@ -238,6 +239,7 @@ def test_another_rank_repeats_all_but_what_the_host_reads(memory: SharedPlan) ->
         ("counter", 1),
         ("follow", ["launch"], 3),
         ("run", {"tokens": 3, "reported": 0, "kept": 0}, True, "before masks", 5),
+        ("run", {"tokens": 2, "reported": 0, "kept": 0}, False, "before the head", 1),
     ]
     os.close(bell)
 
