@@ -1,12 +1,14 @@
-"""SIGKILL of a build, a server, a replica and a rank at random moments: what is left, and what clients see.
+"""SIGKILL of a build and of each process of servers at random moments: what is left, and what clients see.
 
-    python benchmarks/kill.py [--rounds 20] [--kinds build,server,replica,rank] [--model samples/pycode-1m] [--out FILE]
+    python benchmarks/kill.py [--rounds 20] [--kinds build,server,replica,rank,apart] [--model samples/pycode-1m]
+        [--out FILE]
 
 A killed build must leave the artifact that was there, or none, and the next build removes what it left beside it. The
 clients of a killed server must see an end within 5 seconds, and a server starts again on its port and gives the same
 answers. The clients of a killed replica get their answer or an error within 5 seconds, and it starts again. Of a model
-that two processes compute, either is killed: clients see an end within 5 seconds, no process is left, and the model
-starts again. Exit code 4 if anything of this fails.
+that two processes compute (`rank`), and of a server with a process for clients (`apart`), either process is killed:
+clients see an end within 5 seconds, no process is left, and the model starts again. Exit code 4 if anything of this
+fails.
 """
 
 from __future__ import annotations
@@ -215,16 +217,16 @@ def _children(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for file in of_threads for pid in file.read_text(encoding="ascii").split()]
 
 
-def ranks(artifact: Path, rounds: int, chance: random.Random) -> Seen:
-    """Kill one of two ranks while they answer: the server's process, or the one that it has started."""
+def pairs(artifact: Path, rounds: int, chance: random.Random, *options: str) -> Seen:
+    """Kill one of two processes while they answer: the server's, or the one that it has started."""
     seen, port, right = Seen(), 0, ""
     for number in range(rounds + 1):
-        with serving(artifact, port, "--threads", "1") as process:
+        with serving(artifact, port, "--threads", "1", *options) as process:
             port = port_of(process)
             follower = _children(process)[0]
             told = answer(port)
             right = right or told
-            seen.faults += ["after a kill, the ranks give another answer"] * (told != right or not told)
+            seen.faults += ["after a kill, they give another answer"] * (told != right or not told)
             if number == rounds:
                 return seen
             clients = Clients(port, right)
@@ -251,7 +253,7 @@ def main() -> int:
     """Kill, and write the result file. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--kinds", default="build,server,replica,rank")
+    parser.add_argument("--kinds", default="build,server,replica,rank,apart")
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "samples" / "pycode-1m")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kill.json")
@@ -275,7 +277,9 @@ def main() -> int:
             _run(
                 [*COMMAND, "build", str(given.model), "-o", str(divided), "-q", *recipe, "--tensor-parallel-size", "2"]
             )
-            result["rank"] = ranks(divided, given.rounds, chance).told()
+            result["rank"] = pairs(divided, given.rounds, chance).told()
+        if "apart" in kinds:
+            result["apart"] = pairs(artifact, given.rounds, chance, "--http-process").told()
     write_result(given.out, {"model": given.model.name, "seed": given.seed, **result})
     return QualityError.exit_code if any(kind["faults"] for kind in result.values()) else 0
 
