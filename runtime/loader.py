@@ -84,6 +84,8 @@ class LoadedArtifact:
     library: ctypes.CDLL
     drafts: tuple[DraftLibrary | None, ...]
     """For each draft stage of the manifest; None for a lookup."""
+    rebuilt: str = ""
+    """The hash of rebuilt kernels, if these were loaded in place of the artifact's own (RebuiltKernels)."""
 
 
 def check_cpu(target: dict[str, Any], flags: frozenset[str]) -> None:
@@ -151,7 +153,9 @@ def load_artifact(
     library = opened[runtime["library"]]
     pointers = _pointers([addresses[index] for index in own])
     own_names = tuple(entries[index]["name"] for index in own)
-    return LoadedArtifact(root, manifest, arena, places, pointers, own_names, library, tuple(drafts))
+    return LoadedArtifact(
+        root, manifest, arena, places, pointers, own_names, library, tuple(drafts), kernels.digest if kernels else ""
+    )
 
 
 def divided_stages(runtime: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import qcompile
 from qcompile import user_cache
 from qcompile.artifact.layout import Manifest
-from qcompile.errors import ArtifactError, UnsupportedError
+from qcompile.errors import ArtifactError, ResourceError, UnsupportedError
 
 _SOURCES = (".py", ".h", ".jinja")
 """Suffixes of files of the package on which a kernel may depend."""
@@ -24,6 +24,14 @@ class RebuiltKernels:
 
     sealed: str
     libraries: Mapping[str, bytes]
+
+    @property
+    def digest(self) -> str:
+        """A hash of the libraries, by which ranks of a divided model know that they load the same."""
+        digest = hashlib.sha256()
+        for name, content in sorted(self.libraries.items()):
+            digest.update(name.encode() + hashlib.sha256(content).digest())
+        return digest.hexdigest()
 
     def check(self, root: Path, manifest: Manifest, drafts: bool) -> None:
         """Raise ArtifactError for another artifact, UnsupportedError if a library that would be loaded is missing.
@@ -44,18 +52,21 @@ def check_rebuildable(root: Path, manifest: Manifest) -> None:
     if manifest["target"].get("kind", "cpu") != "cpu":
         name = manifest["target"]["name"]
         raise UnsupportedError(f"{root}: kernels are rebuilt for CPUs only, and these are for {name}")
-    if ranks := manifest["runtime"].get("ranks"):
-        raise UnsupportedError(f"{root}: kernels are rebuilt for one process, and {len(ranks)} compute this together")
 
 
 def check_runtime(root: Path, manifest: Manifest, cache: Mapping[str, Any], weights: Mapping[str, int]) -> None:
     """Raise ArtifactError unless the manifest has what rebuilt kernels have: facts of the cache, and weights in order.
 
-    The runtime gives kernels the memory that the manifest asks for. weights: their bytes by name.
+    The runtime gives kernels the memory that the manifest asks for. weights: their bytes by name. The weights of all
+    ranks of a divided model have these sizes.
     """
     runtime = manifest["runtime"]
-    stored = [(entry["name"], entry["bytes"]) for entry in runtime["weights"]][: len(weights)]
-    wrong = ["its cache"] * (runtime["kv"] != cache) + ["its weights"] * (stored != list(weights.items()))
+    entries = runtime["weights"]
+    first, *others = runtime.get("ranks") or [range(min(len(weights), len(entries)))]
+    stored = [(entries[place]["name"], entries[place]["bytes"]) for place in first]
+    fits = stored == list(weights.items())
+    fits = fits and all([entries[place]["bytes"] for place in each] == [*weights.values()] for each in others)
+    wrong = ["its cache"] * (runtime["kv"] != cache) + ["its weights"] * (not fits)
     wrong += ["its vocabulary"] * (runtime["vocab_size"] != manifest["model"]["vocab_size"])
     if wrong:
         raise ArtifactError(f"{root}: its graph does not fit {wrong[0]}: build it again")
@@ -69,6 +80,21 @@ def recall(root: Path, manifest: Manifest) -> RebuiltKernels | None:
     check_rebuildable(root, manifest)
     kept = user_cache.recall(_place(manifest))
     return None if kept is None else _of(manifest, kept)
+
+
+def recall_same(root: Path, manifest: Manifest, digest: str) -> RebuiltKernels | None:
+    """The kernels that another rank has rebuilt, which have this `digest`; None if it is empty: there are none.
+
+    Raises ResourceError if the user's cache has them no more.
+    """
+    if not digest:
+        return None
+    kernels = recall(root, manifest)
+    if kernels is None or kernels.digest != digest:
+        raise ResourceError(
+            f"{root}: the cache {user_cache.cache_dir()} has its rebuilt kernels no more: load it again"
+        )
+    return kernels
 
 
 def remember(manifest: Manifest, library: bytes) -> RebuiltKernels:

@@ -33,10 +33,10 @@ _MOST_NUMBERS = 1 << 28
 """Most numbers of an input of the step on which operators are computed."""
 _UNPROVED = (
     *("expert_gemm", "pick", "near_share", "bound_choice", "every_expert", "gather_features"),
-    *("all_reduce", "all_gather", "lora_shrink", "lora_expand", "gate_rows", "read_features", "write_features"),
+    *("all_gather", "lora_shrink", "lora_expand", "gate_rows", "read_features", "write_features"),
 )
-"""Operators that index memory by computed values or by weights, or that need other processes, adapters or drafts: what
-they rely on is not proved."""
+"""Operators that index memory by computed values or by weights, or that need other GPUs, adapters or drafts: what they
+rely on is not proved."""
 _TABLES = ("query_table", "table", "key_bias")
 """Operands with a row for each position, of operators on heads."""
 _APPENDS = ("rope_append", "kv_append")
@@ -67,6 +67,7 @@ def read_step(root: Path, manifest: Manifest) -> Graph:
         _check_words(graph)
         _check_places(graph)
         _check_step_operands(graph)
+        _check_ranks(graph, len(manifest["runtime"].get("ranks") or [0]))
         _check_operators(root, graph)
         _check_tables(root, graph)
         inputs = _inputs(graph)
@@ -165,6 +166,13 @@ def _check_step_operands(graph: Graph) -> None:
                 raise ValueError(f"node {node.name} has another operand {name} than {wanted}")
 
 
+def _check_ranks(graph: Graph, ranks: int) -> None:
+    """Raise ValueError unless the graph sums over `ranks` ranks, and over none if there is one: all wait for all."""
+    summed = {ops.operand(node, "ranks") for node in graph.calls("all_reduce")}
+    if summed != ({ranks} if ranks > 1 else set()):
+        raise ValueError(f"it sums over {sorted(summed)} ranks, and {ranks} are to run it")
+
+
 def _items(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
         for item in value:
@@ -227,11 +235,20 @@ def _zeros(*shape: int) -> Tensor:
 
 
 class _Proof(fx.Interpreter):
-    """Computes each operator on activations by its reference, with weights of zeros."""
+    """Computes each operator on activations by its reference, with weights of zeros.
+
+    The sum over ranks is this rank's part: of zeros, all parts are.
+    """
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(torch.nn.Module(), garbage_collect_values=True, graph=graph.fx)
         self._weights = {node for node in graph.nodes if graph.is_weight(node)}
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator returns."""
+        if ops.name_of(target) == "all_reduce":
+            return args[0].clone()
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node, which must have the shape inferred."""

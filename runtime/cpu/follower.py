@@ -14,8 +14,10 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 from qcompile.artifact.reader import read_same_manifest
+from qcompile.artifact.rebuilt import recall_same
 from qcompile.errors import QCompileError
 from qcompile.runtime.cpu.load import open_rank
 from qcompile.runtime.cpu.rank_sleep import FollowerMemory
@@ -38,7 +40,8 @@ def main() -> None:
     threading.Thread(target=_watch, args=(memory, opened), daemon=True).start()
     try:
         manifest = read_same_manifest(settings.root, settings.sealed)
-        artifact = load_artifact(settings.root, manifest, settings.rank)
+        kernels = recall_same(Path(settings.root), manifest, settings.kernels)
+        artifact = load_artifact(settings.root, manifest, settings.rank, kernels)
         named = read_same_adapters(artifact.root, manifest, settings.adapters, settings.rank)
         paths = open_rank(artifact, settings)
         table = open_table(artifact, named, memory.numbers)  # must live as long as the model

@@ -115,7 +115,9 @@ def _start_ranks(
     sizes = executor.kv_pages, executor.threads, max_batch, limits.max_tokens, limits.max_position
     shared = memory.sizes, len(paths) > 1, artifact.manifest["sha256"]
     copies = executor.copies.many if executor.copies else 0
-    settings = [RankSettings(root, rank, *sizes, *shared, copies, adapters) for rank in range(1, ranks)]
+    settings = [
+        RankSettings(root, rank, *sizes, *shared, copies, adapters, artifact.rebuilt) for rank in range(1, ranks)
+    ]
     return RankProcesses(memory, settings)
 
 

@@ -127,6 +127,9 @@ class RankSettings(NamedTuple):
     adapters: Sequence[Sequence[str]] = ()
     """The name and the folder of each adapter of requests, and the hash of its files as rank 0 has read them."""
 
+    kernels: str = ""
+    """The hash of the rebuilt kernels that rank 0 has loaded in place of the artifact's own; empty without any."""
+
     @property
     def numbers(self) -> int:
         """How many numbers of adapters ranks share."""

@@ -199,7 +199,6 @@ def test_what_is_not_rebuilt_is_refused(copy: Path, tiny_artifact: Build) -> Non
     for part, key, value, reason in (
         ("target", "kind", "cuda", "for CPUs only, and these are for"),
         ("target", "isa", "odd", "target cpu is not one of this version"),
-        ("runtime", "ranks", [[0], [0]], "for one process, and 2 compute this together"),
         ("files", layout.ADAPTERS_FILE, manifest["files"][STEP], "kernels with places for adapters are not rebuilt"),
     ):
         changed = manifest | {part: manifest[part] | {key: value}}
