@@ -32,7 +32,7 @@ GPU_MUTATIONS = (
     ),
     Mutation(
         "other processes of a CPU copy no recurrent states",
-        "runtime/cpu/rank_sleep.py",
+        "runtime/ranks/sleeping.py",
         'self._copy(*asked["copy"])',
         "pass",
         "tests/runtime/test_states.py -k two_processes",

@@ -59,8 +59,8 @@ def open_model(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedMo
 
 def _open_on_cpu(root: Path, manifest: Manifest, options: LoadOptions) -> OpenedModel:
     from qcompile.runtime.cpu.load import open_cpu
-    from qcompile.runtime.cpu.rank_sleep import DividedMemory
     from qcompile.runtime.cpu.sleep import CpuMemory
+    from qcompile.runtime.ranks.sleeping import DividedMemory
 
     ranks = len(manifest["runtime"].get("ranks") or [0])
     threads = threads_of_each(ranks) if options.threads is None else options.threads

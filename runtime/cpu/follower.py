@@ -2,8 +2,8 @@
 
 Its argument is the file descriptor of the memory that ranks share, and its first line of standard input has the
 settings. It prints one line of JSON once it is ready, or that says why it is not; then it answers each further line
-(rank_sleep.py). It ends when rank 0 closes the model, when a rank fails, and when its standard input is closed, as the
-end of rank 0's process does.
+(runtime/ranks/sleeping.py). It ends when rank 0 closes the model, when a rank fails, and when its standard input is
+closed, as the end of rank 0's process does.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from qcompile.artifact.reader import read_same_manifest
 from qcompile.artifact.rebuilt import recall_same
 from qcompile.errors import QCompileError
 from qcompile.runtime.cpu.load import open_rank
-from qcompile.runtime.cpu.rank_sleep import FollowerMemory
 from qcompile.runtime.cpu.ranks import RankSettings, SharedMemory, join
 from qcompile.runtime.cpu.sleep import CpuMemory
 from qcompile.runtime.loader import load_artifact
 from qcompile.runtime.lora.table import open_table, read_same_adapters
+from qcompile.runtime.ranks.sleeping import FollowerMemory
 from qcompile.runtime.ranks.watching import BEAT_SECONDS
 
 _PATIENCE = 3.0

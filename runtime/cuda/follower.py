@@ -2,7 +2,8 @@
 
 Its arguments are file descriptors: of the memory with the plan, and of an eventfd that rank 0 writes to after each new
 record. It answers each line of standard input by a line of JSON: when its weights are loaded, when its memory is
-allocated, and when it can write to that of the others. It ends when rank 0 closes the model, and when its standard
+allocated, when it can write to that of the others, and when it has done what rank 0 asks after that
+(runtime/ranks/sleeping.py). It ends when rank 0 closes the model, and when its standard
 input is closed, as the end of rank 0's process does.
 """
 
@@ -27,6 +28,7 @@ from qcompile.runtime.cuda.load import LoadedRank, load_rank
 from qcompile.runtime.cuda.plans import PlanKind, Record, SharedPlan
 from qcompile.runtime.cuda.ranks import FailWord, GpuRankSettings
 from qcompile.runtime.lora.table import read_same_adapters
+from qcompile.runtime.ranks.sleeping import CannotSleep, FollowerMemory
 from qcompile.runtime.ranks.watching import BEAT_SECONDS
 
 _PATIENCE = 2.0
@@ -50,7 +52,9 @@ def main() -> None:
     except QCompileError as error:
         _say(error=str(error))
         sys.exit(1)
-    threading.Thread(target=_watch, args=(failed,), daemon=True).start()
+    own = rank.memory(Path(settings.root), manifest, executors[0])
+    follower = FollowerMemory(CannotSleep(own) if isinstance(own, str) else own, memory, settings.rank)
+    threading.Thread(target=_watch, args=(failed, follower), daemon=True).start()
     threading.Thread(target=_beat, args=(memory, settings.rank, failed), daemon=True).start()
     _say(ready=True)
     follow(executors, memory, settings.rank, bell)
@@ -121,9 +125,10 @@ def _beat(memory: SharedPlan, rank: int, failed: FailWord) -> None:
         time.sleep(BEAT_SECONDS)
 
 
-def _watch(failed: FailWord) -> None:
-    """Wait for the end of rank 0's process, and end this one."""
-    sys.stdin.read()
+def _watch(failed: FailWord, memory: FollowerMemory) -> None:
+    """Do what rank 0 asks; at the end of rank 0's process, end this one."""
+    for line in sys.stdin:
+        _say(**memory.obey(json.loads(line)))
     failed.set()
     time.sleep(_PATIENCE)
     os._exit(1)

@@ -23,10 +23,11 @@ from qcompile.runtime.cuda.memory import activation_bytes, pages_in, peer_bytes
 from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
 from qcompile.runtime.cuda.sleep import CudaMemory
 from qcompile.runtime.cuda.speculate import CudaLookup, CudaSpeculator
-from qcompile.runtime.cuda.weights import upload_rank, upload_weights
+from qcompile.runtime.cuda.weights import DeviceWeights, upload_rank, upload_weights
 from qcompile.runtime.engine.blocks import BlockPool, requested_pages
 from qcompile.runtime.loader import divided_stages
 from qcompile.runtime.options import STEP_TOKENS
+from qcompile.runtime.ranks.sleeping import DividedMemory
 from qcompile.runtime.speculation.head_tokens import head_tokens
 from qcompile.runtime.speculation.host import HostSpeculator
 from qcompile.runtime.speculation.reencode import open_reencoder
@@ -56,7 +57,7 @@ class OpenedCuda(NamedTuple):
 
     executor: CudaExecutor
     drafter: Drafter | None
-    memory: CudaMemory | str
+    memory: CudaMemory | DividedMemory | str
 
 
 def open_cuda(  # parameters: those of `load` that concern a GPU
@@ -82,7 +83,7 @@ def open_cuda(  # parameters: those of `load` that concern a GPU
     """
     if (ranks := len(manifest["runtime"].get("ranks") or [0])) > 1:
         given = max_batch, kv_cache_bytes, memory_share, drafts, step_rows, snapshots, adapters
-        return OpenedCuda(*open_divided(root, manifest, ranks, *given), f"{ranks} processes compute it together")
+        return open_divided(root, manifest, ranks, *given)
     gpu, named = driver(), adapters.named if adapters else {}
     runtime, model = manifest["runtime"], manifest["model"]
     kv = runtime["kv"]
@@ -125,14 +126,14 @@ class LoadedRank(NamedTuple):
     """A rank of a divided model, with its kernels and weights on its GPU, but without the memory of its executors.
 
     plans: of the model, and of the draft `stages` that all ranks compute. adapters: those of requests, if there are
-    any.
+    any. uploaded: the same weights as places that the GPU can give back.
     """
 
     gpu: Driver
     plans: list[dict[str, Any]]
     stages: list[dict[str, Any]]
     functions: dict[str, int]
-    weights: dict[str, int]
+    uploaded: DeviceWeights
     limits: Limits
     held: list[int]
     modules: list[ctypes.c_void_p]
@@ -144,14 +145,21 @@ class LoadedRank(NamedTuple):
         There are slots for `copies` copies of recurrent states.
         """
         limits = self.limits._replace(max_tokens=rows, slots=slots, copies=copies)
-        target = CudaExecutor(self.gpu, self.plans[0], self.functions, self.weights, pages, limits)
+        weights = self.uploaded.by_name
+        target = CudaExecutor(self.gpu, self.plans[0], self.functions, weights, pages, limits)
         with ExitStack() as undo:
             undo.callback(target.close)
-            drafts = _open_stages(undo, target, self.stages, self.plans[1:], (self.functions, self.weights))
+            drafts = _open_stages(undo, target, self.stages, self.plans[1:], (self.functions, weights))
             undo.pop_all()
         target.inputs.adapters = self.adapters
         target.adopt(self.held, self.modules)  # last, as `free` frees them if this fails
         return [target, *(draft.executor for draft in drafts if isinstance(draft.executor, CudaExecutor))]
+
+    def memory(self, root: Path, manifest: Manifest, opened: CudaExecutor) -> CudaMemory | str:
+        """What the rank can give back, where `opened` is the model's executor; if it cannot, the reason."""
+        if not self.gpu.can_release:
+            return _NO_SLEEP
+        return CudaMemory(self.gpu, root, manifest, self.uploaded, opened.memory.caches)
 
     def free(self) -> None:
         """Free the GPU's memory, if no executor has taken it."""
@@ -174,13 +182,13 @@ def load_rank(
     rows = min(STEP_TOKENS["cuda"], runtime["max_tokens"], plans[0]["most_rows"])
     sizes = rows, runtime["vocab_size"], kv["page_tokens"], model["max_position"]
     limits = Limits(*sizes, kv.get("ring_tokens") or 0, 0, runtime.get("max_outputs") or 0)
-    loaded = LoadedRank(gpu, plans, stages, {}, {}, limits, [], [])
+    loaded = LoadedRank(gpu, plans, stages, {}, DeviceWeights({}, {}, {}), limits, [], [])
     try:
         folder = PurePosixPath(runtime["library"]).parent
         loaded.functions.update(_load_kernels(gpu, plans, folder, small, loaded.modules))
-        loaded.weights.update(upload_rank(gpu, root, manifest, rank, loaded.held))
+        loaded = loaded._replace(uploaded=upload_rank(gpu, root, manifest, rank, loaded.held))
         if adapters:
-            sent = DeviceAdapters(gpu, adapters, loaded.weights[ADAPTER_TABLE], loaded.held)
+            sent = DeviceAdapters(gpu, adapters, loaded.uploaded.by_name[ADAPTER_TABLE], loaded.held)
             loaded = loaded._replace(adapters=sent)
     except BaseException:
         loaded.free()
@@ -199,7 +207,7 @@ def open_divided(  # parameters: those of `open_cuda` that a divided model has
     step_rows: int | None,
     snapshots: bool,
     adapters: NamedFactors | None,
-) -> tuple[CudaExecutor, Drafter | None]:
+) -> OpenedCuda:
     """Open a model that is divided over `ranks` GPUs, as rank 0; the other ranks have processes of their own.
 
     `kv_cache_bytes` are those of all GPUs together. With `drafts`, all ranks open the drafts, too. The host starts each
@@ -233,7 +241,9 @@ def open_divided(  # parameters: those of `open_cuda` that a divided model has
             executor.join(0, addresses, processes.failed.address, processes.of_path(path))
         undo.pop_all()
     stages = manifest["runtime"].get("levels") or [] if drafts else []
-    return executors[0], _host_drafter(executors, stages)
+    memory = own.memory(root, manifest, executors[0])
+    divided = memory if isinstance(memory, str) else DividedMemory(memory, processes)
+    return OpenedCuda(executors[0], _host_drafter(executors, stages), divided)
 
 
 def _host_drafter(executors: Sequence[CudaExecutor], stages: Sequence[dict[str, Any]]) -> Drafter | None:

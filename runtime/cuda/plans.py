@@ -129,6 +129,10 @@ class SharedPlan:
         """How often `rank` has said that it runs."""
         return int(self._words[_READ + rank * _LINE + _BEAT])
 
+    def settled(self, rank: int) -> bool:
+        """Whether `rank` has done what all records say."""
+        return bool(self._words[_READ + rank * _LINE] == self._words[_WRITTEN])
+
     # ---- other ranks --------------------------------------------------------------------------
 
     def beat(self, rank: int) -> None:

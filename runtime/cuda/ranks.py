@@ -153,6 +153,11 @@ class CudaRanks:
         if self.failure.problem:
             raise ResourceError(self.failure.problem)
 
+    def ask(self, what: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answer of each process to a line of JSON. No step may run. Raises ResourceError if one has ended."""
+        self._tell(what)
+        return [process.answer(_ANSWER_SECONDS, "after it loaded") for process in self._processes]
+
     def _tell(self, what: dict[str, Any]) -> None:
         for process in self._processes:
             process.tell(what)

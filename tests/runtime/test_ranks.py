@@ -26,10 +26,10 @@ from qcompile.errors import ArtifactError, PassError, QCompileError, ResourceErr
 from qcompile.passes.base import run_passes
 from qcompile.passes.schedule import configure
 from qcompile.recipes import get_recipe
-from qcompile.runtime.cpu import rank_sleep
-from qcompile.runtime.cpu.rank_sleep import DividedMemory, FollowerMemory
 from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory
 from qcompile.runtime.loader import Arena, _forget
+from qcompile.runtime.ranks import sleeping
+from qcompile.runtime.ranks.sleeping import DividedMemory, FollowerMemory
 from tests.conftest import MadeOnce
 from tests.support.cases import first
 from tests.support.graphs import decoder, logits_whatever_the_step, sequence_inputs
@@ -139,9 +139,12 @@ class FakeMemory:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.problem: ArtifactError | ResourceError | None = None
+        self.full = False
 
     def release(self, level: int) -> None:
-        self.log.append("released")
+        if self.full:
+            raise ResourceError("a copy has no room")
+        self.log.append("released" if level == 1 else f"released {level}")
 
     def restore(self) -> None:
         if self.problem:
@@ -164,7 +167,7 @@ class FakeRanks:
 
 
 def test_all_ranks_sleep_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_sleep, "_STEP_SECONDS", 0.01)
+    monkeypatch.setattr(sleeping, "_STEP_SECONDS", 0.01)
     memories: list[Any] = [FakeMemory() for _ in range(3)]
     own, *others = memories
     ranks = FakeRanks(others)
@@ -184,6 +187,17 @@ def test_all_ranks_sleep_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
         divided.release(1)
     ranks.steps[0] = True
     assert [memory.log[-1] for memory in memories] == ["restored"] * 3
+    own.full = True
+    with pytest.raises(ResourceError, match="a copy has no room"):
+        divided.release(1)
+    assert [memory.log[-2:] for memory in others] == [["released", "restored"]] * 2
+    own.full = False
+    divided.release(2)
+    assert [memory.log[-1] for memory in memories] == ["released 2"] * 3
+    others[0].problem = ResourceError("no memory")
+    with pytest.raises(ResourceError, match="rank 1: no memory"):
+        divided.restore()
+    assert [memory.log[-1] for memory in memories] == ["released 2"] * 3
 
 
 def test_a_rank_that_has_ended_lets_no_other_sleep(artifact: Path) -> None:

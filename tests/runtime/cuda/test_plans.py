@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import io
 import os
 import re
 import subprocess
@@ -16,11 +17,11 @@ from typing import Any
 import pytest
 
 from qcompile.errors import ArtifactError, ResourceError
-from qcompile.runtime.cuda import ranks
+from qcompile.runtime.cuda import follower, ranks
 from qcompile.runtime.cuda.follower import follow
 from qcompile.runtime.cuda.plans import PlanKind, PlanWriter, SharedPlan
 from qcompile.runtime.cuda.ranks import CudaRanks, check_gpus
-from qcompile.runtime.cuda.weights import upload_rank
+from qcompile.runtime.cuda.weights import FilePart, upload_rank
 from qcompile.runtime.ranks import processes, watching
 from qcompile.runtime.ranks.failure import RankFailure
 from qcompile.runtime.ranks.processes import SpawnedProcess, ending_of
@@ -65,6 +66,28 @@ def test_a_writer_waits_for_the_slowest_reader_unless_a_rank_has_failed(memory: 
     assert not late.is_alive() and memory.failed
     with pytest.raises(ResourceError, match="more than half of the 1,024 bytes"):
         memory.write(2, 0, PlanKind.INPUTS, 0, 0, [b"x" * 600])
+
+
+def test_a_rank_has_settled_when_it_has_done_all(memory: SharedPlan) -> None:
+    assert memory.settled(1)
+    memory.write(1, 0, PlanKind.COUNTER, 0, 0, [])
+    reading = memory.records(1)
+    next(reading)
+    assert not memory.settled(1)
+    assert not list(reading) and memory.settled(1)
+
+
+def test_a_rank_answers_what_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the end of its input, which is that of rank 0's process."""
+    asked, words = list[Any](), list[Any]()
+    rank: Any = SimpleNamespace(obey=lambda what: asked.append(what) or {"done": True})
+    word: Any = SimpleNamespace(set=lambda: words.append("failed"))
+    monkeypatch.setattr(follower.sys, "stdin", io.StringIO('{"memory": "sleep", "level": 2}\n'))
+    monkeypatch.setattr(follower, "_say", lambda **what: words.append(what))
+    monkeypatch.setattr(follower, "_PATIENCE", 0)
+    monkeypatch.setattr(follower.os, "_exit", lambda code: words.append(code))
+    follower._watch(word, rank)
+    assert asked == [{"memory": "sleep", "level": 2}] and words == [{"done": True}, "failed", 1]
 
 
 def test_a_rank_says_that_it_runs(memory: SharedPlan) -> None:
@@ -156,6 +179,8 @@ class Memory:
         self.parts.append(ctypes.create_string_buffer(size))
         return ctypes.addressof(self.parts[-1])
 
+    allocate_releasable = allocate
+
     def upload(self, to: int, source: int, size: int, pinned: bool) -> None:
         ctypes.memmove(to, source, size)
 
@@ -174,7 +199,8 @@ def test_ranks_share_the_verification_of_weights(tmp_path: Path) -> None:
     manifest: Any = {"files": files, "runtime": {"weights": entries, "ranks": [[0, 2, 4], [1, 3, 5]]}}
     for rank in (0, 1):
         result = upload_rank(Memory(), tmp_path, manifest, rank, gpu_memory := [])  # type: ignore[arg-type]
-        assert [*result] == ["a0", "b0", "c0"] and [*result.values()] == gpu_memory
+        assert [*result.by_name] == ["a0", "b0", "c0"] and [*result.by_name.values()] == gpu_memory
+        assert [*result.files.values()] == gpu_memory and [*result.parts["b"]] == [FilePart(32 * rank, 32, 0)]
     gpu = Memory()
     upload_rank(gpu, tmp_path, manifest, 1, [])  # type: ignore[arg-type]
     assert [part.raw for part in gpu.parts] == [contents[name][32:] for name in "abc"]

@@ -20,6 +20,7 @@ from qcompile.runtime.engine.sleep import Sleep
 from qcompile.runtime.options import LoadOptions
 from qcompile.runtime.step import Rows
 from tests.runtime.cuda.test_adapters import artifact
+from tests.support.fake import listed
 from tests.support.fake_driver import FakeDriver, FakeLaunch
 
 LOST = 0xEE
@@ -162,3 +163,44 @@ def test_a_driver_without_virtual_memory_refuses_sleep(tmp_path: Path, device: D
     _, sleep = opened(tmp_path / "model")
     with pytest.raises(UnsupportedError, match="cannot sleep: this GPU's driver cannot give memory back and keep"):
         sleep.begin(1)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_rank_gives_its_part_back_and_takes_it_again(
+    tmp_path: Path, device: Device, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, as a rank is asked that could not wake. Level 2 verifies the whole file."""
+    monkeypatch.setattr(load, "driver", lambda *_: device)
+    root = tmp_path / "model"
+    manifest = artifact(root)
+    content = bytes(range(256)) * 16
+    (root / "weights").write_bytes(content)
+    manifest["files"] = listed(root)
+    weights = manifest["runtime"]["weights"]
+    weights.append({"name": "v", "file": "weights", "offset": 1024, "bytes": 100})
+    manifest["runtime"]["ranks"] = [[0, 1], [2, 1]]
+    rank = load.load_rank(root, manifest, 1, False)
+    [executor] = rank.open(pages=4, rows=8, slots=2, copies=0)
+    own, table = rank.uploaded.by_name["w"], rank.uploaded.by_name[ADAPTER_TABLE]
+    [place] = rank.uploaded.files.values()
+    assert own == place and table == place + 256 and rank.uploaded.size("weights") == 256 + 64
+    ctypes.memset(table, 3, 64)
+    memory: Any = rank.memory(root, manifest, executor)
+    memory.restore()  # it is there
+    for _ in range(2):
+        memory.release(level)
+    assert device.released == {place, executor.memory.cache}
+    if level == 1:
+        (root / "weights").unlink()
+    else:
+        (root / "weights").write_bytes(content[:-1] + b"x")
+        with pytest.raises(ArtifactError, match="has changed since the model was loaded"):
+            memory.restore()
+        memory.release(2)
+        assert device.released == {place, executor.memory.cache}
+        (root / "weights").write_bytes(content)
+    memory.restore()
+    assert not device.released
+    assert ctypes.string_at(own, 100) == content[1024:1124] and ctypes.string_at(table, 64) == b"\3" * 64
+    executor.close()
+    assert device.memory == {}

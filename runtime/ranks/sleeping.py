@@ -1,4 +1,4 @@
-"""What several CPU processes that compute a model do with their memory: each gives its part back, and copies states.
+"""What several processes that compute a model do with their memory: each gives its part back, and copies states.
 
 Rank 0 asks the others by lines of JSON on their standard input, and each answers by a line. They run no step meanwhile.
 """
@@ -17,13 +17,13 @@ _STEP_SECONDS = 5.0
 
 
 class StepCounts(Protocol):
-    """Tells of the shared memory (ranks.py) whether a rank has finished all steps."""
+    """Tells of the memory that ranks share whether a rank has finished all steps."""
 
     def settled(self, rank: int) -> bool: ...
 
 
 class AskedRanks(Protocol):
-    """The processes of the other ranks (ranks.py)."""
+    """The processes of the other ranks."""
 
     def ask(self, what: dict[str, Any]) -> list[dict[str, Any]]: ...
 
@@ -32,12 +32,17 @@ class DividedMemory:
     """The memory of all ranks, as `runtime.engine.sleep.ReleasableMemory`. own: that of rank 0."""
 
     def __init__(self, own: ReleasableMemory, others: AskedRanks) -> None:
-        self._own, self._others = own, others
+        self._own, self._others, self._level = own, others, 1
 
     def release(self, level: int) -> None:
         """Have each rank give its pages back; or none. Raises ResourceError if one cannot."""
+        self._level = level
         self._ask("sleep", otherwise="wake")
-        self._own.release(level)
+        try:
+            self._own.release(level)
+        except QCompileError:
+            self._tell("wake")
+            raise
 
     def restore(self) -> None:
         """Have each rank read and verify its weights; if one cannot, all give their memory back again."""
@@ -45,17 +50,35 @@ class DividedMemory:
         try:
             self._ask("wake", otherwise="sleep")
         except QCompileError:
-            self._own.release(1)
+            self._own.release(self._level)
             raise
 
     def _ask(self, what: str, otherwise: str) -> None:
         """Ask all other ranks; if one cannot do it, ask all for the other thing."""
-        answers = self._others.ask({"memory": what})
+        answers = self._tell(what)
         failed = [(rank, answer) for rank, answer in enumerate(answers, 1) if "problem" in answer]
         if failed:
-            self._others.ask({"memory": otherwise})
+            self._tell(otherwise)
             rank, answer = failed[0]
             raise (ArtifactError if answer["changed"] else ResourceError)(f"rank {rank}: {answer['problem']}")
+
+    def _tell(self, what: str) -> list[dict[str, Any]]:
+        """The answers of all other ranks."""
+        return self._others.ask({"memory": what, "level": self._level})
+
+
+class CannotSleep:
+    """Memory that a rank cannot give back, for a reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def release(self, level: int) -> None:
+        """Raise ResourceError."""
+        raise ResourceError(self._reason)
+
+    def restore(self) -> None:
+        """Do nothing: it is there."""
 
 
 class FollowerMemory:
@@ -81,7 +104,7 @@ class FollowerMemory:
             return {"done": True}
         try:
             if asked["memory"] == "sleep":
-                self._memory.release(1)
+                self._memory.release(asked["level"])
             else:
                 self._memory.restore()
         except QCompileError as error:
