@@ -25,7 +25,7 @@ from qcompile.artifact.reader import read_checked_manifest
 from qcompile.artifact.rebuilt import RebuiltKernels
 from qcompile.artifact.shards import ALIGNMENT
 from qcompile.errors import ArtifactError, ResourceError
-from qcompile.free_memory import available_memory
+from qcompile.system.free_memory import available_memory
 from qcompile.targets import cpu_flags
 
 HUGE_PAGE = 2 << 20

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import json
 import linecache
-import os
 import re
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from qcompile.codegen import children
 from qcompile.codegen.gpu import sass
 from qcompile.codegen.gpu.kernel import ANY_CAPABILITY, Argument, Kernel
 from qcompile.errors import ResourceError, UnsupportedError
+from qcompile.system.python_process import module_command, module_environment
 
 _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
 _CACHE_VERSION = 5
@@ -185,9 +185,7 @@ def _compile_wanted(kernel: Kernel, capability: int, given_up: Event | None) -> 
 def _compile_elsewhere(kernels: Sequence[Kernel], capability: int, given_up: Event | None) -> list[Compiled]:
     """`kernels` compiled one after the other by another process."""
     order = json.dumps({"capability": capability, "kernels": [asdict(kernel) for kernel in kernels]})
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", __name__]
-    done = children.run(command, order, given_up, env=environment)
+    done = children.run(module_command(__name__), order, given_up, env=module_environment())
     if done.returncode:
         raise RuntimeError(f"compiling kernels failed ({done.returncode}): {done.stderr.strip()[-2000:]}")
     answer = json.loads(done.stdout)

@@ -14,13 +14,13 @@ from qcompile.calibration import Calibration, Kept
 from qcompile.errors import PassError, ResourceError, UsageError
 from qcompile.formats.rounding import Parts
 from qcompile.formats.weight import Grid
-from qcompile.free_memory import available_memory
 from qcompile.graph import Graph
 from qcompile.passes.base import Pass, PassResult
 from qcompile.passes.calibration.adam import Adam
 from qcompile.passes.calibration.calibrate import format_of
 from qcompile.passes.calibration.learned import LearnedWeight
 from qcompile.passes.calibration.student import Student, Teacher, without_gradient
+from qcompile.system.free_memory import available_memory
 
 _JUDGED = 16
 """One of as many samples does not teach, but judges the result."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -72,6 +71,7 @@ def serve(
 def _launches(given: Given, place: Path) -> list[ReplicaLaunch]:
     """How to start each replica. place: a folder for their sockets, which is this user's alone."""
     from qcompile.runtime.server.replicas.replica import ReplicaLaunch
+    from qcompile.system.python_process import module_command
 
     count = given.serving.replicas
     if len(os.fsencode(place)) + len("/999") > _MOST_PATH:
@@ -88,7 +88,7 @@ def _launches(given: Given, place: Path) -> list[ReplicaLaunch]:
         "keys": list(given.keys),
         "rebuild": given.foreign,
     }
-    command = (sys.executable, "-m", "qcompile.cli.replica")
+    command = module_command("qcompile.cli.replica")
     return [
         ReplicaLaunch(command, options | {"share": asdict(share), "socket": str(place / str(at))}, place / str(at))
         for at, share in enumerate(shares)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -64,7 +63,7 @@ def serve_model(given: ModelToServe, ready: Callable[[], None]) -> bool:
         "limits": given.limits,
         "keys": list(given.keys),
     }
-    front = FrontProcess((sys.executable, "-m", "qcompile.cli.front"), given.listening)
+    front = FrontProcess("qcompile.cli.front", given.listening)
     with contextlib.closing(front):
         host = EngineHost(llm, serving.max_waiting, front.tell)
         return serve_apart(host, front, options, serving.drain_seconds, ready)

@@ -7,7 +7,6 @@ a build with cached kernels should not wait.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from qcompile.errors import QCompileError, escaped
 from qcompile.report.advice import advice
 from qcompile.report.figures import HEAD, bytes_by_part
 from qcompile.report.plots import plots
+from qcompile.system.python_process import module_command, module_environment
 
 Json = dict[str, Any]
 
@@ -26,10 +26,10 @@ class PageWriter:
     """The process that renders the page. It is started early, so that its imports are done when the report is ready."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path)), "MPLBACKEND": "svg"}
-        environment["PYTHONIOENCODING"] = "utf-8"  # whatever this process was told to write
+        # The encoding: whatever this process was told to write.
+        environment = module_environment() | {"MPLBACKEND": "svg", "PYTHONIOENCODING": "utf-8"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "qcompile.report.page"],
+            module_command("qcompile.report.page"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

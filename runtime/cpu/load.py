@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcompile.artifact.layout import Manifest
 from qcompile.errors import ArtifactError, ResourceError
-from qcompile.free_memory import available_memory
 from qcompile.runtime.cpu.executor import Executor, StateMemory, bind
 from qcompile.runtime.cpu.heads import LibraryHeadSpeculator
 from qcompile.runtime.cpu.ranks import RankProcesses, RankSettings, SharedMemory, join
@@ -19,6 +18,7 @@ from qcompile.runtime.speculation.head_tokens import head_tokens
 from qcompile.runtime.speculation.reencode import Reencoder, open_reencoder
 from qcompile.runtime.speculation.stages import Drafter, DraftStage, Speculator
 from qcompile.runtime.step import Limits
+from qcompile.system.free_memory import available_memory
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from qcompile.artifact.layout import ADAPTER_TABLE, Manifest
 from qcompile.errors import ResourceError
-from qcompile.free_memory import available_memory
 from qcompile.runtime.cuda.driver import Driver
 from qcompile.runtime.cuda.weights import DeviceWeights, upload_again
 from qcompile.runtime.loader import Arena
+from qcompile.system.free_memory import available_memory
 
 
 class CudaMemory:

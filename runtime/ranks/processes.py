@@ -12,14 +12,12 @@ import os
 import select
 import socket
 import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import qcompile
 from qcompile.errors import ResourceError
+from qcompile.system.python_process import module_command, module_environment
 
 FOLLOWERS = {"cpu": "qcompile.runtime.cpu.follower", "cuda": "qcompile.runtime.cuda.follower"}
 """The program of a rank's process, by the kind of device. Its arguments are numbers of inherited file descriptors."""
@@ -32,14 +30,12 @@ def popen(
 
     more: further variables of its environment.
     """
-    package = str(Path(qcompile.__file__).parents[1])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
-        [sys.executable, "-m", FOLLOWERS[follower], *map(str, descriptors)],
+        module_command(FOLLOWERS[follower], *map(str, descriptors)),
         stdin=given,
         stdout=said,
         pass_fds=list(descriptors),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more,
+        env=module_environment() | more,
     )
 
 

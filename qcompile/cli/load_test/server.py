@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,8 +52,10 @@ def started(out: str, options: Sequence[str]) -> Iterator[dict[str, Any]]:
 
     Raises ResourceError, or UsageError where the server refuses its options, with the last line it wrote.
     """
-    command = [sys.executable, "-m", "qcompile", "serve", out, "--port", "0", "--json", *options]
-    environment = {name: value for name, value in os.environ.items() if name != "QCOMPILE_API_KEY"}
+    from qcompile.system.python_process import module_command, module_environment
+
+    command = module_command("qcompile", "serve", out, "--port", "0", "--json", *options)
+    environment = {name: value for name, value in module_environment().items() if name != "QCOMPILE_API_KEY"}
     pipe = subprocess.PIPE
     server = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
     assert server.stdout is not None and server.stderr is not None

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from qcompile.errors import ResourceError
 from qcompile.runtime.server.apart.channel import Received, Sender, pair
 from qcompile.runtime.server.interpreter import python_of_a_server
+from qcompile.system.python_process import module_command, module_environment
 
 _LAST_SECONDS = 5.0
 """How much longer than open answers the process may take to end before it is killed."""
@@ -39,10 +40,10 @@ class Host(Protocol):
 
 
 class FrontProcess:
-    """The process that answers clients. command: starts it; the numbers of three descriptors follow: the socket
+    """The process that answers clients. module: what it runs, with the numbers of three descriptors: the socket
     `listening`, where it sends, and where it receives."""
 
-    def __init__(self, command: Sequence[str], listening: socket.socket) -> None:
+    def __init__(self, module: str, listening: socket.socket) -> None:
         its_asks, self.asks = pair()
         tells, its_tells = pair()
         self.tell = Sender(tells).send
@@ -51,7 +52,11 @@ class FrontProcess:
         with its_asks, its_tells:
             # In a session of its own: Ctrl-C in a terminal reaches the engine's process alone, which ends both.
             self._process = subprocess.Popen(
-                [*command, *map(str, given)], stdin=subprocess.DEVNULL, pass_fds=given, start_new_session=True
+                module_command(module, *map(str, given)),
+                env=module_environment(),
+                stdin=subprocess.DEVNULL,
+                pass_fds=given,
+                start_new_session=True,
             )
 
     def kill_after(self, seconds: float) -> None:

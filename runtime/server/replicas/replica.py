@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qcompile.errors import ResourceError
+from qcompile.system.python_process import module_environment
 
 _FIRST_DELAY, _MOST_DELAY = 1.0, 60.0
 """Seconds before a replica starts again: the first number, twice as many after each end, at most the second."""
@@ -77,7 +78,7 @@ class Replica:
             self.launch.socket.unlink()
         # In a session of its own: Ctrl-C in a terminal reaches the router alone, which ends the replicas in order.
         process = await asyncio.create_subprocess_exec(
-            *self.launch.command, stdin=PIPE, stdout=PIPE, start_new_session=True
+            *self.launch.command, stdin=PIPE, stdout=PIPE, env=module_environment(), start_new_session=True
         )
         self._process = process
         assert process.stdin and process.stdout

@@ -1,0 +1,1 @@
+"""What qcompile asks of the system that it runs on."""
