@@ -25,10 +25,10 @@ class Asks:
         self._transport: asyncio.Transport | None = None
 
     def send(self, message: Message) -> None:
-        """Send a message."""
+        """Send a message. Nothing happens if the other process has ended: its other channel tells that."""
         if self._transport is None:
             self._waiting.append(encoded(message))
-        else:
+        elif not self._transport.is_closing():  # else uvloop raises an exception
             self._transport.write(encoded(message))
 
     async def connect(self) -> None:

@@ -90,7 +90,7 @@ def serve_apart(
     drain_seconds: float,
     ready: Callable[[], None],
 ) -> bool:
-    """Run an engine for `front`. Returns whether SIGTERM ended it; SIGINT is raised again at the end.
+    """Run an engine for `front`. Returns whether SIGTERM ended it; SIGINT and SIGHUP are raised again at the end.
 
     options: what the process needs to know beside the model's facts. ready: called when it listens. If the engine
     fails, raises its exception; ResourceError if the other process ends by itself.
@@ -114,6 +114,7 @@ class _Serving(asyncio.Protocol):
         self._host, self._front, self._drain_seconds, self._ready = host, front, drain_seconds, ready
         self._received = Received()
         self._signals: list[int] = []
+        self._failure: Exception | None = None  # of what this process did for the other one
         self._listens = False
         self._code = 0
         self._over: asyncio.Future[None]
@@ -123,7 +124,9 @@ class _Serving(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._over = loop.create_future()
         self._host.service.failed = self._failed
-        handled = signal.SIGINT, signal.SIGTERM
+        handled = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            handled.append(signal.SIGHUP)
         before = [signal.getsignal(number) for number in handled]
         for number in handled:
             loop.add_signal_handler(number, self._signalled, number)
@@ -137,12 +140,21 @@ class _Serving(asyncio.Protocol):
                 signal.signal(number, handler)
 
     def data_received(self, data: bytes) -> None:
-        for message in self._received.add(data):
-            if message[0] == "listening":
-                self._listens = True
-                self._ready()
-            else:
-                self._host.asked(message)
+        if self._failure is not None:
+            return
+        try:
+            for message in self._received.add(data):
+                self._heed(message)
+        except Exception as error:  # asyncio would print it and close the channel, for which nobody waits
+            self._failure = error
+            self._failed(error)
+
+    def _heed(self, message: Sequence[Any]) -> None:
+        if message[0] == "listening":
+            self._listens = True
+            self._ready()
+        else:
+            self._host.asked(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._over.done():
@@ -154,7 +166,7 @@ class _Serving(asyncio.Protocol):
         self._end("force" if len(self._signals) > 1 else "end")
 
     def _failed(self, error: BaseException) -> None:
-        """End the other process, as the engine has failed. Called in the engine's thread."""
+        """End the other process, as this one has failed. Called in the engine's thread, too."""
         self._front.kill_after(_LAST_SECONDS)
         self._front.tell(("failed", str(error)))
 
@@ -163,11 +175,15 @@ class _Serving(asyncio.Protocol):
         self._front.tell((how,))
 
     def result(self) -> bool:
-        """Whether SIGTERM ended the server. Raises SIGINT again, and ResourceError if no signal ended it."""
+        """Whether SIGTERM ended the server. Raises other signals and failures again, and ResourceError if neither
+        ended it."""
+        if self._failure is not None:
+            raise self._failure
         if not self._signals:
             raise _ended(self._code, self._listens)
-        if signal.SIGINT in self._signals:
-            signal.raise_signal(signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            if number in self._signals:
+                signal.raise_signal(number)
         return True
 
 

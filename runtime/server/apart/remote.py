@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -91,11 +92,15 @@ class RemoteService:
         self._jobs[number] = job
         self._held += count
         self._ask(("submit", number, list(prompts), wire.params_value(params), partial, owner))
-        return Answer(self, job.mailbox, functools.partial(self._drop, number))
+        return Answer(self, job.mailbox, functools.partial(self._drop, number, job.mailbox.loop))
 
-    def _drop(self, number: int) -> None:
-        """Cancel the unfinished prompts of a job."""
-        if (job := self._jobs.pop(number, None)) is not None:
+    def _drop(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancel the unfinished prompts of a job, on its event loop. An answer may be collected as garbage in any
+        thread."""
+        if not _runs_here(loop):
+            with contextlib.suppress(RuntimeError):  # if the loop is closed, the engine has ended
+                loop.call_soon_threadsafe(self._drop, number, loop)
+        elif (job := self._jobs.pop(number, None)) is not None:
             self._held -= job.count
             self._ask(("drop", number))
 
@@ -126,15 +131,18 @@ class RemoteService:
     async def refresh(self) -> None:
         """Ask for what the properties tell. After the engine has ended, they stay as they are."""
         if not self.ended:
-            told = await self._call("occupancy")
+            told = await self._answered("occupancy")  # also while too many calls wait
             self.running, self.kv_pages_used_ratio = told["running"], told["kv_pages_used_ratio"]
             self.drafting = wire.drafting_of(told["drafting"])
 
     async def _call(self, name: str, *operands: Any) -> Any:
-        """The result of what the engine's process is asked to do."""
+        """The result of what the engine's process is asked to do. Raises BusyError if too many calls wait."""
         self.check()
         if len(self._calls) >= self.most:
             raise BusyError(f"{len(self._calls)} requests wait already, of at most {self.most}: try again later")
+        return await self._answered(name, *operands)
+
+    async def _answered(self, name: str, *operands: Any) -> Any:
         number: int = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
@@ -191,3 +199,11 @@ class RemoteService:
             future.set_exception(wire.error_of(error))
         else:
             future.set_result(result)
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this thread runs an event loop."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,6 +171,35 @@ def test_who_waits_is_told_when_the_engine_s_process_is_gone() -> None:
             await all_of(answer)
         with pytest.raises(ResourceError, match="the engine has ended"):
             await remote.compile(StructuredOutputsParams(regex="a"))
+
+    with fake_llm(max_batch=2) as llm:
+        by_both(llm, ask)
+
+
+def test_metrics_are_told_while_as_many_calls_wait_as_may() -> None:
+    async def ask(remote: RemoteService, service: Service) -> None:
+        answer = remote.submit([[1]], SamplingParams(max_tokens=900, ignore_eos=True))
+        calls = [asyncio.ensure_future(remote.wake_up()) for _ in range(2)]  # they wait for the request to end
+        await asyncio.sleep(0)
+        with pytest.raises(BusyError, match="2 requests wait already"):
+            await remote.wake_up()
+        await remote.refresh()
+        answer.cancel()
+        await asyncio.gather(*calls)
+
+    with fake_llm(max_batch=2) as llm:
+        by_both(llm, ask, max_waiting=0)
+
+
+def test_an_answer_collected_in_another_thread_is_dropped_on_the_loop() -> None:
+    async def ask(remote: RemoteService, service: Service) -> None:
+        asked, send = [], remote._ask
+        remote._ask = lambda message: (asked.append((message[0], threading.get_ident())), send(message))[1]
+        answer = remote.submit([[1]], SamplingParams(max_tokens=900, ignore_eos=True))
+        await asyncio.to_thread(answer.cancel)
+        while service.llm.engine.busy or len(asked) < 2:
+            await asyncio.sleep(0.01)
+        assert asked == [("submit", threading.get_ident()), ("drop", threading.get_ident())] and remote.waiting == 0
 
     with fake_llm(max_batch=2) as llm:
         by_both(llm, ask)
