@@ -104,6 +104,7 @@ def test_if_one_process_is_killed_the_other_ends_and_clients_know(
             opened(port, LONG)
 
 
+@pytest.mark.exhaustive
 def test_a_front_that_does_not_answer_is_killed(tiny_artifact: Callable[[str], Path]) -> None:
     with serving(tiny_artifact("w4a8"), "--drain-seconds", "0.1") as (process, _):
         front = running(process.pid, "qcompile.cli.front")

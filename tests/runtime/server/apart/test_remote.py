@@ -23,12 +23,20 @@ from qcompile.runtime.server.apart.model import RemoteModel
 from qcompile.runtime.server.apart.remote import RemoteService
 from qcompile.runtime.server.mailbox import Answer
 from qcompile.runtime.server.service import Service
-from tests.runtime.server.test_server import *  # noqa: F403 - the same tests, by another `client`
+from tests.runtime.server import test_server
 from tests.runtime.server.test_server import Build, Client
 from tests.support.apart import hosted, serving_apart
 from tests.support.fake import fake_llm
 
 BROKEN = 250
+FIXTURES = "llm", "alone", "another"
+globals().update(  # the same tests, by another `client`
+    {
+        name: each
+        for name, each in vars(test_server).items()
+        if name in FIXTURES or "client" in getattr(each, "__annotations__", ())
+    }
+)
 
 
 @pytest.fixture(scope="module")
