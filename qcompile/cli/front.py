@@ -54,7 +54,7 @@ def _serve(arguments: Sequence[str]) -> None:
 def _served(
     options: dict[str, Any], facts: dict[str, Any], ask: Callable[[Sequence[Any]], None]
 ) -> Iterator[tuple[Served, RemoteService]]:
-    """What is served, and the engine's service. options: from `front_options`."""
+    """What is served, and the engine's service. options: those that `serve_model` gives."""
     from qcompile.runtime.chat import chat_template
     from qcompile.runtime.server import app, logs
     from qcompile.runtime.server.apart.model import RemoteModel

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from qcompile.errors import AsleepError, BusyError, QCompileError, ResourceError, UsageError
+from qcompile.errors import AsleepError, BusyError, QCompileError, ResourceError
 from qcompile.runtime.embeddings import EmbeddingOptions
 from qcompile.runtime.engine.samples import PromptSamples
 from qcompile.runtime.llm import LLM
@@ -21,6 +21,7 @@ from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.structured import StructuredOutputsParams
+from qcompile.runtime.server.admission import check_admitted
 from qcompile.runtime.server.mailbox import CLOSING, Answer, Cancelled, Mailbox, wake_all
 from qcompile.runtime.speculation.explained import GammaFacts, explained
 
@@ -122,15 +123,8 @@ class Service:
         return explained(chooser) if chooser else ()
 
     def admit(self, count: int, params: SamplingParams) -> None:
-        """Raise UsageError for a request of `count` samples that can never run, and BusyError if the queue is full.
-
-        Called before prompts are encoded: a refusal is to take little time.
-        """
-        if count > self.most:
-            raise UsageError(f"{count} samples in one request: at most {self.most} may run and wait")
-        self.llm.check(params)
-        if (held := sum(self._jobs.values())) + count > self.most:
-            raise BusyError(f"{held} samples run or wait already, of at most {self.most}: try again later")
+        """Raise UsageError for a request of `count` samples that can never run, and BusyError if the queue is full."""
+        check_admitted(self.llm, params, count, sum(self._jobs.values()), self.most)
 
     def submit(
         self,

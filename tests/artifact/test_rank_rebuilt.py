@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 
 import qcompile
-from qcompile import SamplingParams, pipeline
+from qcompile import pipeline
 from qcompile.artifact import layout
 from qcompile.artifact.packed_weights import STEP
 from qcompile.artifact.reader import read_checked_manifest, read_manifest
 from qcompile.artifact.rebuilt import recall_same
 from qcompile.errors import ArtifactError, ResourceError
-from tests.artifact.test_rebuilt import HOSTILE, node, sealed_again
+from tests.artifact.test_rebuilt import HOSTILE, node, sealed_again, tokens_of
 from tests.conftest import MadeOnce
 from tests.support.ranks import TWO, small
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 6, 7], list(range(40))]
 
 
@@ -34,13 +33,8 @@ def copy(made_once: MadeOnce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return shutil.copytree(artifact, tmp_path / "copy")
 
 
-def tokens_of(path: Path, **options: Any) -> list[list[int]]:
-    with qcompile.load(path, threads=1, max_batch=2, **options) as llm:
-        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
-
-
 def test_no_rank_loads_a_hostile_library(copy: Path, tmp_path: Path) -> None:
-    tokens, mark = tokens_of(copy), tmp_path / "mark"
+    tokens, mark = tokens_of(copy, PROMPTS), tmp_path / "mark"
     library = read_manifest(copy)["runtime"]["library"]
     honest = (copy / library).read_bytes()
     source = HOSTILE.replace("MARK", str(mark))
@@ -49,7 +43,7 @@ def test_no_rank_loads_a_hostile_library(copy: Path, tmp_path: Path) -> None:
     sealed_again(copy, library)
     kernels = qcompile.rebuild(copy)
     assert kernels.libraries == {library: honest}
-    assert tokens_of(copy, kernels=kernels) == tokens and not mark.exists()
+    assert tokens_of(copy, PROMPTS, kernels=kernels) == tokens and not mark.exists()
     manifest = read_checked_manifest(copy)
     assert recall_same(copy, manifest, "") is None
     assert recall_same(copy, manifest, kernels.digest) == kernels

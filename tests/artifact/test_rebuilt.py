@@ -62,9 +62,9 @@ def sealed_again(root: Path, *changed: str) -> None:
     (root / layout.MANIFEST).write_bytes(layout.canonical_json(manifest))
 
 
-def tokens_of(path: Path, **options: Any) -> list[list[int]]:
+def tokens_of(path: Path, prompts: Any = PROMPTS, **options: Any) -> list[list[int]]:
     with qcompile.load(path, threads=1, max_batch=2, **options) as llm:
-        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
 
 
 def test_a_hostile_library_is_not_loaded(copy: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from qcompile.errors import QCompileError
 from qcompile.runtime.server import app
 from tests.conftest import MadeOnce
 from tests.runtime.server.test_server import serving
-from tests.support.adapters import adapter_of, made, merged_logits, pair, save
+from tests.support.adapters import adapter_of, made, merged_logits, pair, save, save_llama
 from tests.support.cases import first
 from tests.support.fake import byte_tokenizer
 
@@ -32,14 +32,9 @@ def odd(made_once: MadeOnce) -> Path:
 
 
 def _save_odd(path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 72, "intermediate_size": 104, "head_dim": 24, "vocab_size": 257}
+    sizes = {"hidden_size": 72, "intermediate_size": 104, "head_dim": 24}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 512}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends, initializer_range=0.2))
-    model.save_pretrained(path)
+    model = save_llama(path, **sizes, **heads)
     byte_tokenizer().save(str(path / "tokenizer.json"))
     save(path / "all", adapter_of(model, rank=5), r=5)
     save(path / "some", adapter_of(model, "1.self_attn.v_proj gate_proj", seed=50))

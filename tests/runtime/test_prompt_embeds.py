@@ -17,6 +17,7 @@ from qcompile.runtime.llm import LLM
 from qcompile.runtime.step import Rows
 from tests.support.calls import fix_calls
 from tests.support.cases import first
+from tests.support.embeds import step_with_both
 from tests.support.fake import fake_llm
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -71,17 +72,8 @@ def test_rows_of_the_table_have_the_bits_of_tokens(pair: Pair, budget: int, monk
 
 def test_logits_of_a_step_with_both(pair: Pair) -> None:
     """A row's logits depend neither on its neighbors nor on how it was given."""
-    executor, pool = pair.llm.engine.executor, pair.llm.engine.pool
     ids = text(11)
-    pages = pool.take(3)
-    embeds = pair.embeds(ids).numpy()
-    rows = [Rows(ids, 0, pages[:1], 11), Rows([0] * 11, 0, pages[1:2], 11, embeds=embeds)]
-    rows.append(Rows([0] * 4 + ids[4:], 0, pages[2:], 11, embeds=embeds[:4]))
-    logits = executor.step(rows, logits=True)[1]
-    pool.give_back(pages)
-    assert logits is not None
-    first, *others = logits.copy().reshape(3, 11, -1)
-    assert all(np.array_equal(first, other) for other in others)
+    assert step_with_both(pair.llm, ids, pair.embeds(ids).numpy())
 
 
 def test_pages_are_not_shared(pair: Pair) -> None:

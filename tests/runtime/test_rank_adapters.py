@@ -19,7 +19,7 @@ from qcompile.runtime.cpu.ranks import _COUNT, _PLANNED, RankProcesses, SharedMe
 from qcompile.runtime.loader import Arena
 from qcompile.runtime.lora.table import AdapterTable, read_adapters, read_same_adapters
 from tests.conftest import MadeOnce
-from tests.support.adapters import adapter_of, merged_logits, pair, save
+from tests.support.adapters import adapter_of, merged_logits, pair, save, save_llama
 from tests.support.fake import byte_tokenizer
 from tests.support.ranks import TWO
 
@@ -35,14 +35,9 @@ def checkpoint(made_once: MadeOnce) -> Path:
 
 
 def _save(path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 72, "intermediate_size": 104, "head_dim": 24, "vocab_size": 257}
+    sizes = {"hidden_size": 72, "intermediate_size": 104, "head_dim": 24}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 512}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends, initializer_range=0.2))
-    model.save_pretrained(path)
+    model = save_llama(path, **sizes, **heads)
     byte_tokenizer().save(str(path / "tokenizer.json"))
     tensors = adapter_of(model, rank=5)
     save(path / "all", tensors, r=5)

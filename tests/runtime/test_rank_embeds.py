@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,8 +14,8 @@ from qcompile import LLM, ops, pipeline
 from qcompile.errors import UsageError
 from qcompile.runtime.cpu import load
 from qcompile.runtime.cpu.executor import Executor
-from qcompile.runtime.step import Rows
 from tests.conftest import MadeOnce
+from tests.support.embeds import step_with_both
 from tests.support.ranks import TWO, small
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
@@ -57,16 +56,8 @@ def test_rows_of_the_table_have_the_bits_of_tokens(llm: LLM) -> None:
 
 def test_a_step_with_both(llm: LLM) -> None:
     """A row's logits depend neither on its neighbors nor on how it was given."""
-    executor, pool = llm.engine.executor, llm.engine.pool
     ids = [5, 6, 7, 8, 9, 10, 11]
-    pages, given = pool.take(3), embeds(ids).numpy()
-    rows = [Rows(ids, 0, pages[:1], 7), Rows([0] * 7, 0, pages[1:2], 7, embeds=given)]
-    rows.append(Rows([0] * 4 + ids[4:], 0, pages[2:], 7, embeds=given[:4]))
-    logits = executor.step(rows, logits=True)[1]
-    pool.give_back(pages)
-    assert logits is not None
-    first, *others = logits.copy().reshape(3, 7, -1)
-    assert all(np.array_equal(first, other) for other in others)
+    assert step_with_both(llm, ids, embeds(ids).numpy())
 
 
 class EarlierExecutor(Executor):

@@ -14,6 +14,17 @@ from torch import Tensor
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
 
 
+def save_llama(path: Path, **sizes: int) -> Any:
+    """Save a random Llama of these sizes, and return it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 512}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{"vocab_size": 257, **ends, **sizes}, initializer_range=0.2))
+    model.save_pretrained(path)
+    return model
+
+
 def made(*shape: int, seed: int = 0) -> Tensor:
     """Random numbers of about 0.1."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 10

@@ -41,7 +41,7 @@ class EngineHost:
     def __init__(self, llm: LLM, max_waiting: int, tell: Callable[[Message], None]) -> None:
         self._llm, self._tell = llm, tell
         self._outgoing: list[Any] = []  # of the engine's thread
-        self._jobs: dict[int, Job | None] = {}  # None: its grammar is compiled
+        self._jobs: dict[int, Job] = {}  # that nobody has dropped, by the numbers of the other process
         self._tasks: set[asyncio.Task[None]] = set()
         self.service = Service(llm, max_waiting, wake=self._send_outputs)
         self.service.cancelled = lambda tokens, reasons: tell(("cancelled", tokens, list(reasons)))

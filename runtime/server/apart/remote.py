@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from qcompile.errors import AsleepError, BusyError, ResourceError, UsageError
+from qcompile.errors import AsleepError, BusyError, ResourceError
 from qcompile.runtime.embeddings import EmbeddingOptions
 from qcompile.runtime.sampling.arrays import FloatArray
 from qcompile.runtime.sampling.masks import Grammar
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.sampling.structured import StructuredOutputsParams
+from qcompile.runtime.server.admission import check_admitted
 from qcompile.runtime.server.apart import wire
 from qcompile.runtime.server.apart.channel import Message
 from qcompile.runtime.server.apart.model import RemoteModel
@@ -68,11 +69,7 @@ class RemoteService:
 
     def admit(self, count: int, params: SamplingParams) -> None:
         """As `Service.admit`."""
-        if count > self.most:
-            raise UsageError(f"{count} samples in one request: at most {self.most} may run and wait")
-        self.llm.check(params)
-        if self._held + count > self.most:
-            raise BusyError(f"{self._held} samples run or wait already, of at most {self.most}: try again later")
+        check_admitted(self.llm, params, count, self._held, self.most)
 
     def submit(
         self,

@@ -14,7 +14,7 @@ from qcompile.runtime.lora.factors import SiteFactors, laid_out
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.step import Rows
 from tests.conftest import MadeOnce
-from tests.support.adapters import adapter_of, merged_logits, save
+from tests.support.adapters import adapter_of, merged_logits, save, save_llama
 from tests.support.compiled import Record
 from tests.support.fake import byte_tokenizer
 from tests.support.interpreted import interpreted
@@ -113,14 +113,9 @@ def checkpoint(made_once: MadeOnce) -> Path:
 
 
 def _save(path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "vocab_size": 257}
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 512}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends, initializer_range=0.2))
-    model.save_pretrained(path)
+    model = save_llama(path, **sizes, **heads)
     save(path / "all", adapter_of(model, rank=5), r=5)
     save(path / "some", adapter_of(model, "self_attn.v_proj gate_proj", seed=50))
 

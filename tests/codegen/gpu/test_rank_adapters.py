@@ -26,7 +26,7 @@ from qcompile.recipe_files.resolved import resolve
 from qcompile.runtime.lora.factors import factors
 from qcompile.targets import TARGETS
 from tests.conftest import MadeOnce
-from tests.support.adapters import adapter_of, merged_logits, save
+from tests.support.adapters import adapter_of, merged_logits, save, save_llama
 from tests.support.interpreted import interpreted
 from tests.support.ranks import TWO
 from tests.support.tiny import Chunk
@@ -39,14 +39,9 @@ FEW = 4
 
 
 def _save(path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "vocab_size": 256}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 512}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends, initializer_range=0.2))
-    model.save_pretrained(path)
+    model = save_llama(path, **sizes, **heads)
     tensors = adapter_of(model, rank=5)
     save(path / "all", tensors, r=5)
     torch.save(tensors, path / "all.pt")
