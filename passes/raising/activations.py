@@ -28,6 +28,14 @@ def activation(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Kno
     return _apply(facts, build, node, a.positional[0], "unary", kind)
 
 
+def log_sigmoid(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
+    """log(sigmoid(x)) = -softplus(-x)."""
+    value = facts.known.get(a.positional[0])
+    if not isinstance(value, Value) or value.base is None:
+        return None
+    return build.apply("unary", value.scaled(-1.0), node, "softplus").scaled(-1.0)
+
+
 def written_softplus(facts: Facts, build: Builder, node: fx.Node, a: Arguments) -> Known:
     """x where x > bound, else log(1 + e^x), for a bound beyond which both are equal in float32, and e^x is finite."""
     test, yes, no = (strip(item) for item in node.args[:3])

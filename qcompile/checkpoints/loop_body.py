@@ -175,25 +175,27 @@ class Recorder:
         where = where if isinstance(where, tuple) else (where,)
         if not any(_is_place(item) for item in where):
             return None
-        dim, where = self._dimension(source, where)
-        place, keeps = where[dim], isinstance(where[dim], slice)
+        dim, at, where = self._dimension(source, where)
+        place, keeps = where[at], isinstance(where[at], slice)
         part = self.part(source, dim, place.start if keeps else place, keeps)
-        rest = [slice(None) if keeps and at == dim else item for at, item in enumerate(where) if keeps or at != dim]
+        rest = [*where[:at], *([slice(None)] if keeps else []), *where[at + 1 :]]
         if all(item == slice(None) for item in rest):
             return part
         taken: Tensor = self.call(Tensor.__getitem__, "__getitem__", (part, tuple(rest)), {})
         return taken
 
-    def _dimension(self, source: Tensor, where: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
-        """(dimension of the tokens in `source`, `where` without Ellipsis, with an item for each dimension)."""
-        if any(item is None or isinstance(item, Tensor) for item in where):
-            raise refused("takes its part of a tensor and changes its dimensions at once")
-        if Ellipsis in [item for item in where if item is Ellipsis]:
-            at = next(place for place, item in enumerate(where) if item is Ellipsis)
-            where = (*where[:at], *[slice(None)] * (source.dim() - len(where) + 1), *where[at + 1 :])
-        where = (*where, *[slice(None)] * (source.dim() - len(where)))
-        (dim,) = [place for place, item in enumerate(where) if _is_place(item)] or [-1]
-        return dim, where
+    def _dimension(self, source: Tensor, where: tuple[Any, ...]) -> tuple[int, int, tuple[Any, ...]]:
+        """(dimension of the tokens in `source`, their place in the new `where`, `where` without Ellipsis).
+
+        The new `where` has an item for each dimension, and None for each dimension that the result gets in addition.
+        """
+        if any(isinstance(item, (Tensor, list, tuple, bool)) for item in where):
+            raise refused("takes its part of a tensor and chooses others of its elements by a list or a tensor at once")
+        missing = source.dim() - sum(item is not None and item is not Ellipsis for item in where)
+        at = next((place for place, item in enumerate(where) if item is Ellipsis), len(where))
+        where = (*where[:at], *[slice(None)] * missing, *where[at + 1 :])
+        (place,) = [place for place, item in enumerate(where) if _is_place(item)] or [-1]
+        return sum(item is not None for item in where[:place]), place, where
 
     def part(self, source: Tensor, dim: int, place: TokenNumber, keeps: bool = False) -> Tensor:
         """The part of one token of an outside tensor."""
@@ -213,12 +215,12 @@ class Recorder:
         """target[where] = value, for the part of the token in `target`."""
         where = where if isinstance(where, tuple) else (where,)
         whole = any(isinstance(item, TokenNumber) for item in where) and isinstance(value, Tensor) and self.made(value)
-        dim, where = self._dimension(target, where) if whole else (-1, where)
-        rest = [item for place, item in enumerate(where) if place != dim]
-        if dim < 0 or self.made(target) or any(item != slice(None) for item in rest):
+        dim, at, where = self._dimension(target, where) if whole else (-1, -1, where)
+        rest = [item for place, item in enumerate(where) if place != at]
+        if at < 0 or self.made(target) or any(item != slice(None) for item in rest):
             raise refused("writes something else into a tensor than the result of its token")
         shape = [size for place, size in enumerate(target.shape) if place != dim]
-        if repr(target.shape[dim]) != repr(self.tokens) or where[dim].offset or repr(shape) != repr([*value.shape]):
+        if repr(target.shape[dim]) != repr(self.tokens) or where[at].offset or repr(shape) != repr([*value.shape]):
             raise refused("writes results of other shapes, or to other tokens, into a tensor")
         ref = self._refs[id(value)][1]
         if ref.kind != len(self.steps) - 1 or target.dtype != value.dtype:

@@ -50,14 +50,23 @@ def _traced(module: nn.Module, inputs: Sequence[Tensor], name: str, longest: int
         if reason.startswith("Constraints violated"):
             if program := _export_by_example(module, inputs, longest):
                 return program
-            reason = (
-                "it does not take any batch and number of tokens (a loop over tokens is traced for one length, unless"
-                " it is a range over all of them; torch.ops.qcompile.linear_recurrence takes any number)"
-            )
-            raise LengthError(f"{name} cannot be exported: {reason}") from error
+            raise LengthError(f"{name} cannot be exported: {_why_not_all_lengths(str(error))}") from error
         if reason.startswith("Could not guard on data-dependent expression"):
             reason = "it branches on the values of its inputs, as rotary embeddings scaled by length do"
         raise UnsupportedError(f"{name} cannot be exported: {reason}") from error
+
+
+def _why_not_all_lengths(message: str) -> str:
+    """The reason in torch's `message` why a trace does not hold for all lengths."""
+    if "!= 1" in message and "constant" not in message:  # torch's own bound for a size that it would broadcast
+        return (
+            "at some length, a part of its tokens, such as x[:, :-1], is a single token, which torch traces in another"
+            " way (torch.nn.functional.pad(x, (0, 0, 1, -1)) shifts tokens at any length)"
+        )
+    return (
+        "it does not take any batch and number of tokens (a loop over tokens is traced for one length, unless"
+        " it is a range over all of them; torch.ops.qcompile.linear_recurrence takes any number)"
+    )
 
 
 def _exported(module: nn.Module, inputs: Sequence[Tensor], batch: Any, tokens: Any) -> ExportedProgram:

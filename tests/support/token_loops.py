@@ -97,6 +97,20 @@ class Gated(Loop):
         return out.transpose(1, 2).flatten(2)
 
 
+class Indexed(Loop):
+    """Gated linear attention: parts of tokens that get a dimension as they are taken, and the decay as a logarithm."""
+
+    def recur(self, x: Tensor) -> Tensor:
+        q, k = (each(x).unflatten(-1, (HEADS, SIZE)) for each in (self.q, self.k))
+        v, log = self.v(x).unflatten(-1, (HEADS, WIDTH)), F.logsigmoid(self.by_key(x)) / 16
+        decay = torch.exp(log).unflatten(-1, (HEADS, SIZE))
+        state, out = torch.zeros(x.shape[0], HEADS, SIZE, WIDTH), []
+        for t in range(x.shape[1]):
+            state = decay[:, t, :, :, None] * state + k[:, t, ..., None] * v[:, t, :, None]
+            out.append((q[:, None, t, :, :, None].squeeze(1) * state).sum(-2))
+        return torch.stack(out, 1).flatten(2)
+
+
 class Delta(Loop):
     """A gated delta rule with a fixed decay for each head besides."""
 
@@ -162,5 +176,5 @@ class Blocks(Loop):
 
 
 KINDS: dict[str, type[Loop]] = {
-    kind.__name__: kind for kind in (Gru, Moving, Fixed, Matrix, Gated, Delta, Blocks, Normalized)
+    kind.__name__: kind for kind in (Gru, Moving, Fixed, Matrix, Gated, Indexed, Delta, Blocks, Normalized)
 }

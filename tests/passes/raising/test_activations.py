@@ -76,6 +76,14 @@ def test_activations_of_one_operator(kind: str, curve: Curve) -> None:
     assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
 
 
+def test_the_logarithm_of_a_sigmoid_is_a_softplus() -> None:
+    module = modules.randomized(Bent(lambda x: F.logsigmoid(3 * x)))
+    graph = raise_module(module)
+    assert [node.args[1] for node in graph.calls("unary")] == ["softplus"]
+    ids, positions = inputs()
+    assert check.max_relative_error(graph.run(ids, positions), module(ids)) < 1e-6
+
+
 def test_infinite_bounds_bound_nothing() -> None:
     module = modules.randomized(Bent(lambda x: x.clamp(0.0, math.inf) * x.clamp(-math.inf, math.inf)))
     graph = raise_module(module)

@@ -34,7 +34,7 @@ def test_a_recurrence_that_is_in_no_library(name: str) -> None:
     *others, node = sorted(graph.calls("linear_recurrence"), key=lambda call: ops.operand(call, "v").meta["val"].shape)
     assert len(others) == (name == "Normalized")
     given = ops.operands(node)
-    matrix = name in ("Matrix", "Gated", "Delta", "Blocks", "Normalized")
+    matrix = name in ("Matrix", "Gated", "Indexed", "Delta", "Blocks", "Normalized")
     assert given.v.meta["val"].shape[2:] == ((HEADS, WIDTH) if matrix else (HEADS * WIDTH, 1))
     assert given.k.meta["val"].shape[2:] == ((HEADS, SIZE) if matrix else (1, 1))
     assert given.delta == (name == "Delta")
@@ -329,6 +329,10 @@ REFUSED: dict[str, tuple[type[Loop], str]] = {
     "norm": (kind(step=lambda self, h, z, v, t: F.normalize(h, dim=-1) + v[:, t]), "not update linearly"),
     "started": (kind(start=started), "does not start from torch.zeros"),
     "in place": (kind(step=in_place), "in place by mul_"),
+    "a list of features": (
+        kind(step=lambda self, h, z, v, t: z[:, t] * h + v[:, t, [*range(HEADS * WIDTH)]]),
+        "by a list or a tensor at once",
+    ),
     "first": (kind(step=first_is_other), "treats tokens differently"),
     "fifth": (kind(recur=reading(lambda out: out[4:])), "does more with the list out"),
     "thousandth": (kind(recur=reading(lambda out: out[999:])), "does more with the list out"),
