@@ -5,8 +5,10 @@
 Each case is a step of several sequences of which some have many rows, some one and one none. Every kernel of
 codegen/gpu/attention_variants.py's `far_variants` must give the bits of the kernel of the fewest rows a program, for
 all formats, sizes of heads and groups and what scores may have; so must that over pages that a kernel has unpacked
-before (unpack_pages.py). Then steps of many rows are timed by each of these kernels, and steps that mix a prompt with
-decoding, beside the prompt alone and the decoding alone by its own kernels.
+before (unpack_pages.py). In steps of few rows a sequence, so must the kernels for decoding with the merges of their
+splits, and the kernel of the fewest rows must give what float64 gives, nearly. Then steps of many rows are timed by
+each of these kernels, and steps that mix a prompt with decoding, beside the prompt alone and the decoding alone by its
+own kernels.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from benchmarks import gpu_attention
 from benchmarks.gpu_attention import Cache, Problem, compile_one, limits_of, work_of
 from benchmarks.gpu_common import Launch, facts, graph_us, launch
 from qcompile.codegen.gpu.attention import AttentionSpec
+from qcompile.codegen.gpu.attention_merge import MergeSpec
+from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS
 from qcompile.codegen.gpu.attention_variants import far_variants, for_queries, unpacked_variant
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.kv_pages import GpuKV
@@ -45,6 +49,9 @@ HEADS = {
     "large heads padded": (8, 4, 192),
     "large heads chained": (16, 2, 256),
     "large heads padded and chained": (8, 4, 192),
+    "heads of 512": (16, 2, 512),
+    "heads of 320": (8, 4, 320),
+    "heads of 512 chained": (16, 2, 512),
 }
 """Query heads, KV heads and features; the leaves of a split are `chained` where the name says so (GpuKV)."""
 SCORES: dict[str, dict[str, Any]] = {
@@ -53,9 +60,13 @@ SCORES: dict[str, dict[str, Any]] = {
     "small window": {"window": 20, "sinks": True},
     "cap": {"softcap": 30.0},
 }
+DECODED = ((5, 9000), (1, 5), (2, 640), (0, 64), (4, 8191), (3, 130))
+"""(rows, last position + 1) of the sequences of a step that decodes; of one, splits are merged in groups."""
+MOST_ERROR = 1e-2
+"""Queries, weights of values and values are rounded to bf16: 0.007 in Triton's interpreter, which cuts them off."""
 UNEVEN = ((600, 9000), (1, 5), (77, 640), (0, 64), (1, 8191), (130, 130), (1000, 1500))
 """(rows, last position + 1) of the sequences of a step."""
-TIMED = ("groups of 4", "large heads", "large heads chained")
+TIMED = ("groups of 4", "large heads", "large heads chained", "heads of 512")
 """Heads for which long steps are timed."""
 LONG = tuple(itertools.product((512, 1024, 2048, 4096), (4096, 16384, 32768)))
 """(rows, last position + 1) of steps of one sequence."""
@@ -82,17 +93,63 @@ class Step(Problem):
         self.out = torch.empty(tokens + 1, heads * kv.dim, device="cuda")
         self.sinks = torch.linspace(-2.0, 12.0, heads, device="cuda")
 
-    def launch_of(self, spec: AttentionSpec, copy: torch.Tensor) -> Launch:
-        """Of a prompt's kernel over a copy of the cache."""
-        kv = spec.kv
-        items = copy.view(torch.bfloat16 if kv.bits == 16 else torch.int16)
+    def given(self, copy: torch.Tensor) -> dict[str, Any]:
+        """Arguments of kernels over a copy of the cache, by name."""
+        items = copy.view(torch.bfloat16 if self.cache.kv.bits == 16 else torch.int16)
         given: dict[str, Any] = {"q": self.q, "kv": items, "kv_words": copy.view(torch.int32), "out": self.out}
         given |= {"positions": self.positions, "query_start": self.query_start, "block_table": self.cache.table}
-        given |= {"table_stride": self.cache.table.shape[1], "sinks": self.sinks}
+        return given | {"table_stride": self.cache.table.shape[1], "sinks": self.sinks}
+
+    def launch_of(self, spec: AttentionSpec, copy: torch.Tensor) -> Launch:
+        """Of a prompt's kernel over a copy of the cache."""
+        given = self.given(copy)
         before = [self.unpacking(spec, given)] if spec.unpacked else []
         blocks = -(-max(count for count, _ in self.lengths) // spec.queries)
-        each = [*before, launch(spec.kernel(90), 90, (blocks, kv.heads, len(self.lengths)), given)]
+        grid = blocks, spec.kv.heads * spec.value_parts, len(self.lengths)
+        each = [*before, launch(spec.kernel(90), 90, grid, given)]
         return partial(_run, each)
+
+    def decode(self, spec: AttentionSpec) -> torch.Tensor:
+        """What a kernel for decoding writes, with the merges of its splits, and one row after the last."""
+        kv, tokens = spec.kv, len(self.positions)
+        splits = -(-max(end for _, end in self.lengths) // spec.split)
+        leaves = kv.leaves if spec.cut == "leaf" else 1
+        self.out.fill_(math.nan)
+        given = self.given(self.cache.copies[0]) | {"splits": splits * leaves}
+        for name, size in (("parts", kv.dim), ("stats", 2)):
+            given[name] = torch.full((tokens * self.heads * splits * leaves * size,), math.nan, device="cuda")
+        programs = kv.heads * -(-max(count for count, _ in self.lengths) // spec.queries)
+        shares = 3 if spec.multi_split else splits * leaves
+        each = [launch(spec.kernel(90), 90, (programs, len(self.lengths), shares), given)]
+        merge = MergeSpec(kv, self.heads, 1, splits <= GROUP_SPLITS, spec.split, leaves, sinks=spec.sinks)
+        merge = replace(merge, window=spec.window, chunk=spec.chunk)
+        each.append(launch(merge.kernel(90), 90, (tokens, merge.programs, -(-splits // GROUP_SPLITS)), given))
+        if not merge.final:
+            groups = replace(merge, level=2, final=True)
+            each.append(launch(groups.kernel(90), 90, (tokens, groups.programs, 1), given))
+        _run(each)
+        torch.cuda.synchronize()
+        return self.out.clone()
+
+    def error(self, spec: AttentionSpec, result: torch.Tensor) -> float:
+        """The relative error of rows of a sequence beside float64, of the sequence with the largest."""
+        kv, worst = spec.kv, 0.0
+        for sequence, (count, end) in enumerate(self.lengths):
+            if not count:
+                continue
+            begin = int(self.query_start[sequence])
+            k, v = (x[:, :end].double() for x in self.cache.dense(self.cache.copies[0], sequence))
+            q = self.q[begin : begin + count].double().view(count, kv.heads, -1, kv.dim)
+            score = torch.einsum("qhgd,htd->hgqt", q, k) * spec.scale
+            score = spec.softcap * (score / spec.softcap).tanh() if spec.softcap else score
+            past = torch.arange(end, device="cuda") - self.positions[begin : begin + count, None]
+            hidden = (past > 0) | (past <= -spec.window) if spec.window else past > 0
+            sink = self.sinks.double().view(kv.heads, -1, 1, 1).expand(*score.shape[:-1], 1)
+            sink = sink if spec.sinks else torch.full_like(sink, -math.inf)
+            weight = torch.cat((score.masked_fill(hidden, -math.inf), sink), -1).softmax(-1)[..., :-1]
+            want = torch.einsum("hgqt,htd->qhgd", weight, v).reshape(count, -1)
+            worst = max(worst, float((result[begin : begin + count] - want).norm() / want.norm()))
+        return worst
 
     def unpacking(self, spec: AttentionSpec, given: dict[str, Any]) -> Launch:
         """Of the kernel before that of `spec`; `given` gets where it writes."""
@@ -140,6 +197,26 @@ def bits(format: str, heads: str, scores: str) -> dict[str, Any]:
         result = step.output(spec)
         differ = (result.view(torch.int32) != want.view(torch.int32)).any(-1)
         row["kernels"][name_of(spec)] = int(differ.sum())
+    return row
+
+
+def decoding_kernels(first: AttentionSpec) -> dict[str, AttentionSpec]:
+    """The kernels for decoding of the rows of DECODED, by how much work there is."""
+    base, rows = replace(first, cut="split", octets=2), max(count for count, _ in DECODED)
+    every = tiles.decode_attention(base, limits_of(first.kv))
+    return {work: for_queries(spec, rows) for work, spec in every.items()}
+
+
+def decoding(format: str, heads: str, scores: str) -> dict[str, Any]:
+    """As `bits`, of kernels for decoding; and the error of the kernel of the fewest rows."""
+    first = kernels(format, heads, **SCORES[scores])[0]
+    step = Step(Cache(first.kv, len(DECODED), 9024), DECODED, first.heads)
+    want = step.output(first)
+    row: dict[str, Any] = {"format": format, "heads": heads, "scores": scores, "error": step.error(first, want)}
+    row["kernels"] = {}
+    for work, spec in decoding_kernels(first).items():
+        differ = (step.decode(spec).view(torch.int32) != want.view(torch.int32)).any(-1)
+        row["kernels"][f"{work}, {spec.rows} rows"] = int(differ.sum())
     return row
 
 
@@ -195,20 +272,32 @@ def main() -> None:
     some_heads = named[0] if named else list(HEADS)
     cases = list(itertools.product(FORMATS, some_heads, SCORES))
     specs = [spec for format, heads, scores in cases for spec in kernels(format, heads, **SCORES[scores])]
+    specs += [each for spec in specs if not spec.query_rows for each in decoding_kernels(spec).values()]
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         assert all(pool.map(compile_one, specs)), "a kernel was not compiled"
-    results: dict[str, Any] = {**facts(), "uneven": UNEVEN, "bits": [], "long": [], "mixed": []}
+    results: dict[str, Any] = {
+        **facts(),
+        "uneven": UNEVEN,
+        "decoded": DECODED,
+        "bits": [],
+        "decoding": [],
+        "long": [],
+        "mixed": [],
+    }
     for case in cases:
         results["bits"].append(bits(*case))
         print(results["bits"][-1], flush=True)
+        results["decoding"].append(decoding(*case))
+        print(results["decoding"][-1], flush=True)
         torch.cuda.empty_cache()
     timed = [heads for heads in TIMED if heads in some_heads]
     results["long"] = [row for format in FORMATS for heads in timed for row in long(format, heads)]
     results["mixed"] = [row for format in FORMATS for row in mixed(format)] if not named else []
     for path in (a for a in sys.argv[1:] if not a.startswith("--")):
         Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    wrong = [row for row in results["bits"] if any(row["kernels"].values())]
-    print(f"{len(results['bits'])} cases, {len(wrong)} with different bits")
+    every = results["bits"] + results["decoding"]
+    wrong = [row for row in every if any(row["kernels"].values()) or row.get("error", 0.0) > MOST_ERROR]
+    print(f"{len(every)} cases, {len(wrong)} with different bits or errors")
     sys.exit(1 if wrong else 0)
 
 

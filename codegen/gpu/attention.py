@@ -33,6 +33,9 @@ from qcompile.targets import has_pdl
 
 COLUMNS = 8
 """The N of an MMA."""
+LARGE_HEAD = 256
+"""Most features of a head of which two warps have registers for the sums of few rows, and eight warps for those of as
+many rows as a wgmma has."""
 ONE_WARP_SUMS = 1024
 """Most accumulators, rows times features, that one warp has registers for if it reads 4-bit codes."""
 RISE = 8
@@ -123,6 +126,8 @@ class AttentionSpec(VisibleKeys):
         """
         if self.query_rows:
             return self.query_rows // 16 * (2 if self.kv.dim > 128 and not self.warp_specialized else 1)
+        if self.kv.dim > LARGE_HEAD:
+            return 8 if self.cut == "whole" and self.rows > COLUMNS else 4
         few = self.rows * self.kv.dim <= ONE_WARP_SUMS and self.cut != "whole"
         return 1 if self.block < 32 or (few and self.kv.bits == 4) else 2
 
@@ -138,10 +143,15 @@ class AttentionSpec(VisibleKeys):
         return self.rows // consumers // (self.heads // self.kv.heads) * consumers
 
     @property
+    def value_parts(self) -> int:
+        """Programs that divide the features of the values of one block of rows, each with all its scores."""
+        return 2 if self.query_rows and self.kv.dim > LARGE_HEAD else 1
+
+    @property
     def prompt_grid(self) -> Grid:
         """The grid for a step of prompts."""
         queries = GridSize("prompt_queries", self.queries * (2 if self.paired else 1))
-        return queries, self.kv.heads, GridSize("prompts")
+        return queries, self.kv.heads * self.value_parts, GridSize("prompts")
 
     @property
     def arguments(self) -> list[Argument]:

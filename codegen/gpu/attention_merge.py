@@ -15,6 +15,8 @@ from qcompile.targets import has_pdl
 
 PART_FEATURES = 128
 """Features of a program that merges many splits: a warp loads them at once."""
+IN_TURN = 256
+"""Most features that eight warps merge at once, of the leaves of all splits of a group."""
 MANY = 32
 """Splits that such a program loads at a time."""
 
@@ -74,6 +76,25 @@ class MergeSpec(VisibleKeys):
         return self.heads // self.heads_per_program * self.dim_parts
 
     @property
+    def warps(self) -> int:
+        """Warps of a program. With leaves a warp has registers for 32 features, of as many splits as a group has."""
+        if self.batched:
+            return self.heads_per_program
+        if not self.merges_leaves:
+            return 4
+        return max(4 if self.final else 8, self.features // 32)
+
+    @property
+    def turns(self) -> int:
+        """Parts of a head's features that a program merges one after the other, where programs cannot divide them."""
+        return max(1, power_of_two(self.kv.value_dim) // IN_TURN) if self.merges_leaves and not self.final else 1
+
+    @property
+    def features(self) -> int:
+        """Features that a program has at once, padded to a power of two."""
+        return power_of_two(self.kv.value_dim) // (self.dim_parts * self.turns)
+
+    @property
     def kind(self) -> str:
         """What it merges, for the title of the generated source."""
         return f"{f'splits of {self.split} positions' if self.level == 1 else 'groups of splits'} in order of position"
@@ -86,7 +107,6 @@ class MergeSpec(VisibleKeys):
         arguments += [Argument("positions", "*i32"), Argument("splits", "i32")]
         pdl = has_pdl(capability)
         name = f"merge_{self.split}_{self.leaves}_{self.level}{'' if self.final else '_part'}"
-        warps = self.heads_per_program if self.batched else 8 if self.merges_leaves and not self.final else 4
         source = render_template(
             "merge.py.jinja",
             spec=self,
@@ -99,4 +119,4 @@ class MergeSpec(VisibleKeys):
             log2_e=math.log2(math.e),
             batch=MANY if self.many else 8 if self.batched else GROUP_SPLITS,
         )
-        return Kernel(name, source, tuple(arguments), warps, 1, pdl, fusion=False)
+        return Kernel(name, source, tuple(arguments), self.warps, 1, pdl, fusion=False)

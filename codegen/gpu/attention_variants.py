@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qcompile.codegen.gpu.attention import AttentionSpec
+from qcompile.codegen.gpu.attention import LARGE_HEAD, AttentionSpec
+from qcompile.codegen.gpu.kv_pages import MOST_FEATURES
 from qcompile.targets import has_wgmma
 
 MOST_OCTETS = 3
@@ -15,8 +16,6 @@ blocks, which leaves enough programs. Over a hierarchical cache, blocks have one
 positions."""
 FAR_ROWS = 64
 """Rows of programs with the queries as the A operand: those of one wgmma of four warps."""
-LARGE_HEAD = 256
-"""Most features of a head, of which eight warps have registers for the accumulators of FAR_ROWS rows."""
 FEW_FAR_ROWS = {16: 64, 8: 128, 4: 128}
 """Most rows of a step that programs of few rows take with many splits too, by bits: larger ones would be too few."""
 FEW_LARGE_ROWS = {16: 128, 8: 256, 4: 256}
@@ -33,9 +32,7 @@ SOME_FAR_ROWS = 256
 
 def for_queries(spec: AttentionSpec, queries: int) -> AttentionSpec:
     """`spec` for `queries` positions: the fewest programs (each reads all keys), then the fewest rows per program."""
-    # Registers hold fewer rows if heads are large, or if one warp sums both rounded positions and those of the ring.
-    fewer_rows = spec.kv.dim > 128 or (spec.kv.hierarchical and spec.warps == 1)
-    fits = [replace(spec, octets=octets) for octets in range(1, MOST_OCTETS + (not fewer_rows))]
+    fits = [replace(spec, octets=octets) for octets in range(1, _most_octets(spec) + 1)]
     programs = -(-queries // fits[-1].queries)
     variant = next(each for each in fits if each.queries * programs >= queries)
     variant = replace(variant, direct=variant.direct and variant.octets == 1)
@@ -45,6 +42,14 @@ def for_queries(spec: AttentionSpec, queries: int) -> AttentionSpec:
     if variant.kv.hierarchical or variant.cut == "split":
         return replace(variant, multi_split=False, stages=3)
     return replace(variant, stages=1) if variant.kv.bits == 4 else variant
+
+
+def _most_octets(spec: AttentionSpec) -> int:
+    """Most blocks of eight rows of a program for few rows: fewer if heads are large, or if one warp sums both rounded
+    positions and those of the ring."""
+    if spec.kv.dim > LARGE_HEAD and spec.kv.bits == 8:
+        return 1  # two spill 280 to 592 bytes a thread: each warp holds all queries, and half of a leaf's key codes
+    return MOST_OCTETS - (spec.kv.dim > 128 or (spec.kv.hierarchical and spec.warps == 1))
 
 
 def prefill_variants(spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
@@ -86,12 +91,13 @@ def far_variants(spec: AttentionSpec, capability: int) -> list[tuple[int, Attent
     NEAR_SPLITS splits of positions.
 
     Heads of a GQA group must fit the rows of a program, and accumulators the registers of a multiprocessor: of two
-    programs, or of one of eight warps if heads have more than 128 features. Only an sm_90 GPU has shown that both
-    orders of operands give the same bits.
+    programs, or of one of eight warps if heads have more than 128 features. Of more than 256, a program sums half of
+    the features of values (AttentionSpec.value_parts). Only an sm_90 GPU has shown that both orders of operands give
+    the same bits.
     """
     kv, group = spec.kv, spec.heads // spec.kv.heads
     # Items of 16 bits are loaded by twos.
-    most = 128 if kv.hierarchical else LARGE_HEAD
+    most = 128 if kv.hierarchical else MOST_FEATURES
     fits = 32 <= kv.dim <= most and group <= FAR_ROWS and (kv.bits == 16 or kv.width % 2 == 0)
     if not has_wgmma(capability) or kv.upper_only or not fits:
         return prefill_variants(spec)

@@ -39,6 +39,10 @@ from qcompile.formats.kv import LATENT_GROUP, PAGE_TOKENS, KVFormat, kv_format
 
 LEAVES = 8
 """Parts in which the positions of a split are summed apart, at most."""
+MOST_FEATURES = 512
+"""Most features of a head: four warps have registers for the sums of a leaf of eight rows beside those of a split."""
+MOST_ROUNDED_LATER = 256
+"""Most features of a head over a hierarchical cache, where programs have queries in two types in registers."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,10 @@ class GpuKV:
                     "one key head of up to 128 features and then up to 512, an even number in all"
                 )
             return
-        if self.dim % 4 or self.dim > 256:
-            raise UnsupportedError(f"head size {self.dim}: GPU attention takes multiples of 4 up to 256")
+        most = MOST_ROUNDED_LATER if self.hierarchical else MOST_FEATURES
+        if self.dim % 4 or self.dim > most:
+            over = f" over {self.format}" if self.hierarchical else ""
+            raise UnsupportedError(f"head size {self.dim}: GPU attention takes multiples of 4 up to {most}{over}")
 
     @property
     def leaves(self) -> int:

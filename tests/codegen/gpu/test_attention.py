@@ -13,14 +13,18 @@ import pytest
 import torch
 
 from qcompile.codegen.gpu.append import AppendSpec, HeadNorm
+from qcompile.codegen.gpu.attention import AttentionSpec
 from qcompile.codegen.gpu.attention_merge import MergeSpec
-from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS
+from qcompile.codegen.gpu.attention_splits import GROUP_SPLITS, SplitLimits
+from qcompile.codegen.gpu.attention_variants import far_variants, for_queries
+from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.kv_pages import GpuKV
 from qcompile.codegen.gpu.plan import chains_leaves, make_plan
 from qcompile.errors import UnsupportedError
 from qcompile.targets import TARGETS
 from tests.codegen.gpu.test_step import RECIPES, SHAPE, lowered
 from tests.support.cases import first
+from tests.support.compiled import Record
 from tests.support.graphs import step_inputs
 from tests.support.interpreted import interpreted
 from tests.support.tiny import Chunk
@@ -74,17 +78,17 @@ def test_several_splits_in_turn_interpreted() -> None:
     interpreted(__name__, "interpret_several_splits()")
 
 
-def interpret_leaves(recipe: str, format: str) -> None:
+def interpret_leaves(recipe: str, format: str, head_dim: int = 128, **more: Any) -> None:
     """Programs that take a leaf each and such that take a split, as long as they are on a GPU: the same bits."""
     from tests.support.gpu_interpreter import Interpreter
 
-    shape = {"heads": 2, "kv_heads": 1, "head_dim": 128}
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": head_dim, **more}
     graph, program, blobs = lowered(recipe, passes={"cache.format": format}, **shape)
     ids = torch.randint(0, SHAPE["vocab"], (1, 203), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     want = graph.run(*inputs)[0][-3:]
     plan = make_plan(program, TARGETS["h200"], inline_asm=False)
-    assert (plan.split, plan.kvs[0].leaves) == (512, 8)
+    assert (plan.split, plan.kvs[0].leaves) == (512 if head_dim <= 128 else 256, 8)
     machine = Interpreter(program, plan, blobs, rows=224)
     pages, result = inputs[3].tolist()[0], []
     machine.fill([Chunk(ids[0, :200].tolist(), 0, pages)])
@@ -99,6 +103,49 @@ def interpret_leaves(recipe: str, format: str) -> None:
 @pytest.mark.parametrize(("recipe", "format"), [("qserve", "kv4"), ("w8a8", "kv8")])
 def test_leaves_have_the_bits_of_splits_interpreted(recipe: str, format: str) -> None:
     interpreted(__name__, f"interpret_leaves({recipe!r}, {format!r})")
+
+
+LARGE_HEADS = (
+    "'w8a8', 'kv8', 320, sinks=True, window=150",
+    "'bf16', 'kv16', 512, softcap=2.0",
+    "'bf16', 'kv16', 324",
+    "'qserve', 'kv4', 512, sinks=True",
+    "'qserve', 'kv4', 320, window=150, softcap=2.0",
+)
+"""Heads of more than 256 features, that fill their block of a power of two and that do not."""
+
+
+@pytest.mark.parametrize("given", first(LARGE_HEADS[:2], LARGE_HEADS))
+def test_leaves_of_large_heads_have_the_bits_of_splits_interpreted(given: str) -> None:
+    interpreted(__name__, f"interpret_leaves({given})")
+
+
+def test_heads_of_more_features_are_refused() -> None:
+    """And those of a hierarchical cache, and such that are no whole items, with the sizes that there are."""
+    for format, dim, sizes in (("kv16", 516, "512$"), ("kv4", 510, "512$"), ("kv_hier", 260, "256 over kv_hier$")):
+        with pytest.raises(UnsupportedError, match=f"head size {dim}: .* multiples of 4 up to {sizes}"):
+            GpuKV(format, 1, dim)
+
+
+@pytest.mark.parametrize("target", ["a100", "l40s", "h200", "b200"])
+@pytest.mark.parametrize("format", ["kv16", "kv8", "kv4"])
+def test_large_heads_fit_every_target(format: str, target: str, compiled: Record) -> None:
+    """Programs of steps that decode, verify and prefill: shared memory suffices, and few registers are spilled."""
+    gpu, kv = TARGETS[target], GpuKV(format, 2, 512)
+    base = AttentionSpec(kv, 16, 8192, 0.1, split=tiles.split_positions(kv))
+    decode = tiles.decode_attention(base, SplitLimits(kv, gpu.multiprocessors))
+    whole = far_variants(replace(base, cut="whole"), gpu.capability)
+    fine, one, several = (for_queries(decode[work], rows) for work, rows in (("fine", 1), ("coarse", 1), ("coarse", 2)))
+    assert (one.rows, several.rows) == (8, 8 if format == "kv8" else 16)
+    # Bytes a thread: queries of 16 rows and 512 features, of which a leaf loads each once; sums of groups of splits.
+    specs = [(fine, 0), (one, 0), (several, 360), *((spec, 550) for _, spec in whole)]
+    for spec, most in specs:
+        result = compiled(spec.kernel(gpu.capability), gpu.capability)
+        assert result.matrix and result.shared_bytes <= gpu.shared_bytes, spec.title
+        assert result.spill_bytes <= most, (spec.title, result.spill_bytes)
+    merge = MergeSpec(kv, 16, split=base.split, leaves=kv.leaves)
+    for spec in (merge, replace(merge, final=False), replace(merge, level=2), replace(merge, leaves=1)):
+        assert compiled(spec.kernel(gpu.capability), gpu.capability).spill_bytes == 0
 
 
 def test_leaves_of_large_heads_are_chained_beside_recurrent_states() -> None:
@@ -395,11 +442,11 @@ def in_order(x: torch.Tensor, group: int) -> torch.Tensor:
     return result
 
 
-def interpret_merge(splits: int, window: int = 0) -> None:
+def interpret_merge(splits: int, window: int = 0, dim: int = 24) -> None:
     """Sums of leaves, of splits and of groups, bit for bit as the sums of one after the other, and amax of heads."""
     from qcompile.codegen.gpu.compile import load
 
-    heads, dim, leaf = 2, 24, 64
+    heads, leaf = 2, 64
     kv = GpuKV("kv4", 1, dim)
     for leaves in (1, kv.leaves):
         size, slots = leaf * leaves, splits * leaves
@@ -434,4 +481,5 @@ def interpret_merge(splits: int, window: int = 0) -> None:
 
 
 def test_merging_interpreted() -> None:
-    interpreted(__name__, *(f"interpret_merge({how})" for how in ("16", "40", "5, 300", "20, 2000")))
+    every = ("16", "40", "5, 300", "20, 2000", "20, 0, 320", "3, 0, 320")
+    interpreted(__name__, *(f"interpret_merge({how})" for how in every))

@@ -20,16 +20,21 @@ ERRORS = {"kv16": 0.02, "kv8": 0.03}
 """Relative errors of logits by cache: values rounded to bf16, and 8-bit codes that round differently."""
 
 
-def interpret_layers(format: str) -> None:
+LARGE = (Layer(heads=2, kv_heads=1, head_dim=256, window=40), Layer(heads=2, kv_heads=1, head_dim=512))
+"""Layers with heads of up to 256 features, which are in one program, and of more."""
+
+
+def interpret_layers(format: str, layers: tuple[Layer, ...] = MIXED) -> None:
     """A prompt, then steps of one row and of several: near the reference, and the same bits in any step."""
     from tests.support.gpu_interpreter import Interpreter
 
-    graph, program, blobs = gpu_program(layered(MIXED, **LARGER), "bf16", {"cache.format": format})
+    graph, program, blobs = gpu_program(layered(layers, **LARGER), "bf16", {"cache.format": format})
     ids = torch.randint(0, LARGER["vocab"], (1, 75), generator=torch.Generator().manual_seed(2))
     inputs = step_inputs(ids, None, graph)
     wanted, pages = graph.run(*inputs)[0], inputs[3].tolist()[0]
     plan = make_plan(program, TARGETS["h200"], split=32, inline_asm=False)
-    assert [kv.heads for kv in plan.kvs] == [2, 1, 4]
+    own = [layer for layer in layers if layer.shared is None]
+    assert [(kv.heads, kv.dim) for kv in plan.kvs] == [(layer.kv_heads, layer.head_dim) for layer in own]
     machine = Interpreter(program, plan, blobs, rows=128)
     machine.fill([Chunk(ids[0, :70].tolist(), 0, pages)])
     several, _ = machine.step([Chunk(ids[0, 70:].tolist(), 70, pages)])
@@ -45,6 +50,11 @@ def interpret_layers(format: str) -> None:
 @pytest.mark.parametrize("format", first(("kv8",), ["kv16", "kv8"]))
 def test_layers_that_differ_interpreted(format: str) -> None:
     interpreted(__name__, f"interpret_layers({format!r})")
+
+
+@pytest.mark.parametrize("format", first(("kv16",), ["kv16", "kv8"]))
+def test_layers_with_large_heads_interpreted(format: str) -> None:
+    interpreted(__name__, f"interpret_layers({format!r}, LARGE)")
 
 
 def interpret_chunks() -> None:

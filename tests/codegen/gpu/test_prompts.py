@@ -35,6 +35,11 @@ WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kv4": ("qserve", "kv4", WIDE),
     "kv4 of 48": ("qserve", "kv4", {**UNEVEN, "window": 70, **BOTH}),
     "kv4 of 160": ("qserve", "kv4", {**WIDE, "head_dim": 160, "softcap": 2.0}),
+    "kv16 of 512": ("bf16", "kv16", {**WIDE, "head_dim": 512}),
+    "kv16 of 320": ("bf16", "kv16", {**WIDE, "head_dim": 320, "window": 70, **BOTH}),
+    "kv8 of 320": ("w8a8", "kv8", {**WIDE, "head_dim": 320, "softcap": 2.0, "chunk": 70, "sinks": True}),
+    "kv4 of 320": ("qserve", "kv4", {**WIDE, "head_dim": 320, "window": 70, **BOTH}),
+    "kv4 of 512": ("qserve", "kv4", {**WIDE, "head_dim": 512}),
     "kv_hier": ("bf16", "kv_hier", WIDE),
     "kv_hier of 48": ("bf16", "kv_hier", {**UNEVEN, "window": 150, "chunk": 200, **BOTH}),
 }
@@ -77,7 +82,7 @@ def interpret_prompt(way: str) -> None:
 
 
 # Every option of scores, and every cache but that of 4 bits, which steps below have.
-FIRST = ("kv16", "kv8 of 48", "kv_hier of 48")
+FIRST = ("kv16", "kv8 of 48", "kv_hier of 48", "kv8 of 320")
 
 
 @pytest.mark.parametrize("way", first(FIRST, WAYS))
