@@ -11,7 +11,9 @@ from qcompile.errors import UsageError
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise UsageError unless `path` is free, an empty directory, or an artifact."""
+    """Raise UsageError unless `path` is free, an empty directory, or an artifact, and in no other artifact."""
+    if around := next((parent for parent in path.parents if (parent / MANIFEST).is_file()), None):
+        raise UsageError(f"output {path} is inside of the artifact {around}: choose another directory")
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:

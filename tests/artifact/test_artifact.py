@@ -310,6 +310,13 @@ def test_a_folder_that_another_build_deletes_meanwhile_is_not_taken_for_a_strang
         write_small(out)
 
 
+def test_no_artifact_is_written_inside_of_another(tmp_path: Path) -> None:
+    write_small(tmp_path / "out")
+    with pytest.raises(UsageError, match=r"inner/deep is inside of the artifact .*out: choose another"):
+        write_small(tmp_path / "out" / "inner" / "deep")
+    assert verify(tmp_path / "out") == []
+
+
 def test_an_exchange_that_fails_half_way_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_small(tmp_path / "out")
     renamed, calls = os.rename, []
