@@ -74,13 +74,14 @@ class Step:
 class Recorder:
     """Runs functions in a loop over `tokens` tokens of `batch` sequences, and records them.
 
-    `zeros` has the ids of tensors that are known to hold zeros. `block` is as in Body.
+    `zeros` has the ids of tensors that are known to hold zeros. `block` and `name` are as in Body.
     """
 
     batch: Any
     tokens: Any
     zeros: Container[int]
     block: int | None = None
+    name: str = ""
     outside: dict[int, Tensor] = field(default_factory=dict)
     steps: list[list[Step]] = field(default_factory=list)
     _refs: dict[int, tuple[Tensor, Ref]] = field(default_factory=dict)
@@ -244,7 +245,8 @@ class Body:
     """What a loop does for one token: its steps, with Refs of the kinds "own", "before" and "outside".
 
     `carried` are the results that a token leaves to the next; before the first token they are 0. For a loop over
-    blocks, `block` is the number of tokens of a block; its body is recorded for blocks of one token.
+    blocks, `block` is the number of tokens of a block; its body is recorded for blocks of one token. `name` says where
+    the loop is.
     """
 
     steps: tuple[Step, ...]
@@ -253,6 +255,7 @@ class Body:
     batch: Any
     tokens: Any
     block: int | None = None
+    name: str = ""
 
     def shape(self, ref: Ref) -> tuple[Any, ...]:
         """The shape of a tensor in the body."""
@@ -272,9 +275,14 @@ class Body:
         carried: dict[Ref, Any] = {}
         for one, two in zip(first, second, strict=True):
             _compare(one, two, carried, recorder.zeros)
-        return cls(
-            _merged(second), frozenset(carried), recorder.outside, recorder.batch, recorder.tokens, recorder.block
-        )
+        sizes = (recorder.batch, recorder.tokens, recorder.block)
+        return cls(_merged(second), frozenset(carried), recorder.outside, *sizes, recorder.name)
+
+    def tables(self) -> list[Tensor]:
+        """The floating-point tensors made outside the loop that its steps read whole."""
+        refs = [ref for step in self.steps if step.token is None for ref in step.reads if ref.kind == "outside"]
+        read = [self.outside[number] for number in dict.fromkeys(ref.number for ref in refs)]
+        return [tensor for tensor in read if tensor.is_floating_point()]
 
 
 def _merged(steps: Sequence[Step]) -> tuple[Step, ...]:

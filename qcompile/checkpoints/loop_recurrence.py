@@ -178,7 +178,7 @@ class Recurrence:
         trial.forms, trial.is_trial = self.forms, True
         dim = 1 + next(at for at, size in enumerate(self.forms.shape(ref)[1:]) if repr(size) == "1")
         own = run_blocks(trial.body, ref, dim, length)
-        return ops.op("proved")(rates, own, trial.joined(ref, dim))
+        return ops.op("proved")(rates, own, trial.joined(ref, dim), self.body.tables(), self.body.name)
 
     def _recur(self, state: StateUpdate, query: Sequence[Factor], proof: Ref | None = None) -> tuple[Tensor, list[int]]:
         """(the state read by the product of `query`, [B * T, ...], its axes without that of the sequences).

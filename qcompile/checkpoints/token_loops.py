@@ -89,7 +89,7 @@ class TokenLoops(TorchFunctionMode):
         """The recorder in each iteration of a loop; several iterators of the loop share it."""
         self._name = name
         counts = None if self._recorder else Counts(self._outside)
-        recorder = self._recorder or Recorder(self.batch, self.tokens, self._zeros, block)
+        recorder = self._recorder or Recorder(self.batch, self.tokens, self._zeros, block, name)
         self._iterators = [*(self._iterators if counts is None else []), *self.stepping]
         self._recorder = recorder
         try:

@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         *(rand(3, 64), INV_FREQ, *STEP, CACHE, [0, 32, 48], 4, 2, 8, 1.0, False, 0, "kv8", rand(16), 8),
         *(rand(64, 1), rand(8)),
     ),
-    "proved": (rand(3), torch.ones(2, 3), torch.ones(2, 3)),
+    "proved": (rand(3), torch.ones(2, 3), torch.ones(2, 3), [rand(3)], "the loop"),
     "log_decay": (rand(2, 5, 6).abs() + 0.1,),
     "causal_conv": (rand(2, 5, 6), rand(6, 4), rand(6)),
     "linear_recurrence": (rand(2, 5, 2, 3), rand(2, 5, 2, 3), rand(2, 5, 4, 2), rand(2, 5, 4), rand(4), rand(2, 5, 4)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import sys
@@ -447,7 +448,32 @@ def test_a_loop_over_blocks_that_is_another_function_is_refused(
     monkeypatch.setattr("qcompile.checkpoints.eager.require_same", lambda *_: None)  # which transformers' models lack
     graph = raise_module(modules.randomized(wrong()))
     (node,) = graph.calls("linear_recurrence")
-    with pytest.raises(UnsupportedError, match="a loop over blocks of tokens does not compute the recurrence"):
+    with pytest.raises(UnsupportedError, match=r"the loop over tokens in Blocks.recur \(line \d+\) is over blocks"):
+        graph.weights[str(ops.operand(node, "rates").target)]
+
+
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_tables_of_blocks_may_be_rounded_as_a_checkpoint_stores_them(
+    short: torch.dtype, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qcompile.checkpoints.eager.require_same", lambda *_: None)  # which transformers' models lack
+    module = modules.randomized(Blocks(wrong))
+    for table in module.buffers():
+        table.copy_(table.to(short))
+    graph = raise_module(module)
+    (node,) = graph.calls("linear_recurrence")
+    with pytest.raises(UnsupportedError, match="is over blocks") if wrong else contextlib.nullcontext():
+        graph.weights[str(ops.operand(node, "rates").target)]
+
+
+def test_tables_of_blocks_of_which_one_is_exact_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qcompile.checkpoints.eager.require_same", lambda *_: None)
+    module = modules.randomized(Blocks())
+    module.of_query.copy_(module.of_query.bfloat16())  # type: ignore[operator, union-attr]
+    graph = raise_module(module)
+    (node,) = graph.calls("linear_recurrence")
+    with pytest.raises(UnsupportedError, match="is over blocks"):
         graph.weights[str(ops.operand(node, "rates").target)]
 
 
