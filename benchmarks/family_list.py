@@ -335,6 +335,14 @@ FAMILIES: tuple[tuple[str, str, Settings], ...] = (
     ),
     ("gemma4_text, layers of other head sizes", "gemma4_text", GEMMA4),
     (
+        "gemma4_text, heads of 256 and 512",
+        "gemma4_text",
+        GEMMA4
+        | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+        # The sizes of heads are those of the model; it is cut in layers and width.
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512},
+    ),
+    (
         "gemma4_text, experts",
         "gemma4_text",
         GEMMA4 | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 96},
