@@ -131,6 +131,15 @@ def _replace(graph: Graph, readers: Mapping[str, list[fx.Node]], addend: Addend,
     _change(graph, readers, addend, parameter, value.shape, lambda _: value.double())
 
 
+def _instead(graph: Graph, readers: Mapping[str, list[fx.Node]], parameter: str, shape: Sequence[int]) -> str:
+    """What is said of a weight that is not read by the name `parameter`: a shared one of its shape, or the nearest."""
+    for other, users in readers.items():
+        if len(users) > 1 and graph.weights.entries[other].shape == tuple(shape):
+            return f"; {other} is as large, and several operators share it (a tied embedding): it would change for all"
+    near = difflib.get_close_matches(parameter, readers, 1)
+    return f"; the nearest is {near[0]}" if near else ""
+
+
 def _change(
     graph: Graph,
     readers: Mapping[str, list[fx.Node]],
@@ -143,8 +152,7 @@ def _change(
     name, entry = addend.adapter.name, graph.weights.entries.get(parameter)
     users = readers.get(parameter, [])
     if entry is None or not users:
-        near = difflib.get_close_matches(parameter, readers, 1)
-        hint = f"; the nearest is {near[0]}" if near else ""
+        hint = _instead(graph, readers, parameter, shape)
         raise UsageError(f"adapter {name} changes {parameter}, which the model does not read by this name{hint}")
     if len(users) > 1:
         places = ", ".join(str(ops.name_of(user.target) or user.target) for user in users)
