@@ -75,7 +75,8 @@ class Recipe:
         if head not in HEADS:
             raise UsageError(f"head dtype {head} is unknown; there are {', '.join(HEADS)}{suggestion(head, HEADS)}")
         head_weight, head_activation = HEADS[head]
-        replaced = {self.activation: self.cpu_activation} if kind == "cpu" and self.cpu_activation else {}
+        replaced = FINE_HEAD if self.activation == "bf16" else {self.activation: self.cpu_activation or self.activation}
+        replaced = replaced if kind == "cpu" else {}
         precision: dict[str, object] = {
             "weight": self.weight,
             "activation": replaced.get(self.activation, self.activation),
@@ -95,6 +96,10 @@ HEADS = {
     "f32": ("f32", "f32"),
 }
 """Weight format and activation type of the output head, by the value of `--head-dtype`."""
+
+FINE_HEAD = {"int8": "int8_g128"}
+"""By the activation type of a head, that on CPUs in recipes where the other linears read bfloat16 activations. One
+scale per token would be nearly half of what an 8-bit head loses. GPUs have no kernels for it."""
 
 EMBEDDINGS = {"auto": "", "int8": "w8_sym_channel"}
 """Weight format of the table of token embeddings, by the value of `--embedding-dtype`; "": the checkpoint's numbers."""

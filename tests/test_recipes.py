@@ -55,6 +55,14 @@ def test_activations_of_a_recipe_may_differ_on_cpus() -> None:
         assert (recipe.cpu_activation or "int8") in ACTIVATIONS
 
 
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_heads_beside_bfloat16_activations_have_fine_ones_on_cpus(recipe: str) -> None:
+    on_cpu, on_gpu = (get_recipe(recipe).settings("int8", kind)["assign_precision"] for kind in ("cpu", "cuda"))
+    fine = on_cpu["activation"] == "bf16" or recipe in ("w8a8", "w8a8-g32")
+    assert on_cpu["head_activation"] == ("int8_g128" if fine else "int8") and on_gpu["head_activation"] == "int8"
+    assert get_recipe(recipe).settings("bf16")["assign_precision"]["head_activation"] == "bf16"
+
+
 @pytest.mark.parametrize("name", ["", "W4A8", "gptq"])
 def test_unknown_names_list_what_exists(name: str) -> None:
     with pytest.raises(UsageError, match=r"there are f32, bf16.*mxfp4"):
