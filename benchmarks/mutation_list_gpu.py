@@ -269,6 +269,27 @@ GPU_MUTATIONS = (
         f"{GLUON} -k halved",
     ),
     Mutation(
+        "programs that divide the values of large heads all store the first part",
+        "codegen/gpu/templates/attention_sums.jinja",
+        "item = value_part * {{ value_block }} + feature % {{ value_block }}",
+        "item = feature % {{ value_block }}",
+        f"{GPU_PROMPTS} -k 320",
+    ),
+    Mutation(
+        "the values of large heads have a program for the first part alone",
+        "codegen/gpu/attention.py",
+        "return queries, self.kv.heads * self.value_parts,",
+        "return queries, self.kv.heads,",
+        f"{GPU_PROMPTS} -k 320",
+    ),
+    Mutation(
+        "leaves of large heads are merged for the first features twice",
+        "codegen/gpu/templates/merge.py.jinja",
+        "    d += {{ width }}",
+        "    d += 0",
+        "tests/codegen/gpu/test_attention.py -k merging",
+    ),
+    Mutation(
         "prompts are given the pages of the sequences that decode in front of them",
         "codegen/gpu/attention_launches.py",
         'InputRef("block_table", ("decoding", "table_stride"))',
