@@ -1,6 +1,6 @@
 """Adapters of requests on a GPU: bits, distance from merged weights, and what they cost a step.
 
-    python benchmarks/gpu_lora.py [--layers 4] [--recipe qserve] [--out FILE]
+    python benchmarks/gpu_lora.py [--layers 4] [--recipe qserve] [--ranks 1] [--out FILE]
 
 `exact` is about a sample model with 16 adapters. `differing`: requests with other log probabilities, in any bit, alone
 than beside requests with other adapters and without. `from_merged`: the largest difference of a log probability from an
@@ -84,13 +84,14 @@ def log_probabilities(llm: Any, prompts: list[list[int]], names: list[str | None
     ]
 
 
-def exactness(place: Path) -> dict[str, Any]:
+def exactness(place: Path, ranks: int) -> dict[str, Any]:
     """See the module's text."""
     checkpoint = SAMPLES / "pycode-1m"
     adapters = adapters_of(checkpoint, place / "adapters", 0.05)
     how: dict[str, Any] = {"target": this_target(), "recipe": "bf16"}
-    qcompile.build(checkpoint, place / "served", **how, options={"lora.rank": str(RANK)})
-    qcompile.build(checkpoint, place / "merged", **how, lora=(str(adapters["a0"]),))
+    shared = {"shard.ranks": str(ranks)}
+    qcompile.build(checkpoint, place / "served", **how, options={"lora.rank": str(RANK), **shared})
+    qcompile.build(checkpoint, place / "merged", **how, options=shared, lora=(str(adapters["a0"]),))
     names = [None, *adapters] * 2
     prompts = [[1 + (7 * at + 13 * number) % 500 for at in range(5 + 9 * number)] for number in range(len(names))]
     text = prompts[9]
@@ -175,15 +176,18 @@ def adapter_bytes(folder: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="qserve")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="of the model that is timed; 0: none is")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the model of `exact`")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_lora.json")
     arguments = parser.parse_args()
     result: dict[str, Any] = {**facts(), "recipe": arguments.recipe, "layers": arguments.layers}
+    result["ranks"] = arguments.ranks
     with tempfile.TemporaryDirectory() as made:
-        result["exact"] = exactness(Path(made))
+        result["exact"] = exactness(Path(made), arguments.ranks)
         print(json.dumps(result["exact"]), flush=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")  # also if a later run fails
-        result |= speed(arguments.layers, arguments.recipe, Path(made))
+        if arguments.layers:
+            result |= speed(arguments.layers, arguments.recipe, Path(made))
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

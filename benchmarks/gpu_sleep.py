@@ -1,8 +1,9 @@
 """Sleep of a model on a GPU: memory that is used while it runs, sleeps and has woken, seconds, and tokens that differ.
 
-    python benchmarks/gpu_sleep.py [--model llama-3-8b] [--layers 8] [--recipe qserve] [--rounds 3] [--out FILE]
+    python benchmarks/gpu_sleep.py [--model llama-3-8b] [--layers 8] [--recipe qserve] [--rounds 3] [--ranks 1]
+        [--out FILE]
 
-The model has random weights. `gpu_mib` is the memory of the whole GPU that is in use, and `host_mib` the resident
+The model has random weights. `gpu_mib` is the memory that is in use on all GPUs, and `host_mib` the resident
 memory of this process. It has made and compiled the model, too: `before_load_mib` has both from before loading.
 `different_tokens` counts greedy tokens after waking that differ from those before, in steps that are graphs.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,15 +27,15 @@ from benchmarks.gpu_common import facts, this_target
 from benchmarks.gpu_e2e import MODELS
 from benchmarks.gpu_ranks import prompt, random_checkpoint, tokens_of
 from benchmarks.sleep import resident, seconds
-from qcompile.runtime.cuda.driver import driver
 
 BATCH, PROMPT, TOKENS = 8, 200, 64
 
 
 def used() -> dict[str, float]:
-    """MiB in use on the GPU and in this process."""
-    free, total = driver().memory()
-    return {"gpu_mib": round((total - free) / 2**20, 1), "host_mib": resident()}
+    """MiB in use on all GPUs together and in this process."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    told = subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    return {"gpu_mib": sum(map(float, told)), "host_mib": resident()}
 
 
 def one_round(llm: Any, level: int, prompts: list[list[int]]) -> dict[str, Any]:
@@ -55,7 +57,6 @@ def one_round(llm: Any, level: int, prompts: list[list[int]]) -> dict[str, Any]:
 
 def measure(artifact: Path, rounds: int) -> dict[str, Any]:
     """What loading took, and for each level the medians of rounds; of different tokens, the sum."""
-    driver().use()
     result: dict[str, Any] = {"before_load_mib": used()}
     started = time.perf_counter()
     with qcompile.load(artifact) as llm:
@@ -78,15 +79,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--recipe", default="qserve")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_sleep.json")
     given = parser.parse_args()
     result = {**facts(), "model": given.model, "layers": given.layers, "recipe": given.recipe, "rounds": given.rounds}
+    result["ranks"] = given.ranks
     with tempfile.TemporaryDirectory() as made:
         (checkpoint := Path(made) / "model").mkdir()
         config = MODELS[given.model] | {"num_hidden_layers": given.layers, "max_position_embeddings": 4096}
         random_checkpoint(checkpoint, config)
         artifact = Path(made) / "artifact"
-        qcompile.build(checkpoint, artifact, recipe=given.recipe, target=this_target())
+        qcompile.build(
+            checkpoint, artifact, recipe=given.recipe, target=this_target(), options={"shard.ranks": str(given.ranks)}
+        )
         result |= measure(artifact, given.rounds)
     given.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
 """1 to 1,000 clients of one server: whether each gets its own answer, once.
 
-    python benchmarks/load.py [--target cpu] [--clients 1,4,16,64,256,1000] [--seconds 100] [--out FILE]
+    python benchmarks/load.py [--target cpu] [--ranks 1] [--clients 1,4,16,64,256,1000] [--seconds 100] [--out FILE]
 
 Each client has prompts of its own, and asks for one greedy completion after the other, every second one in a stream.
 Each answer is compared with the one that its prompt gets alone, of an engine that remembers nothing. The server's own
@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=SAMPLE)
     parser.add_argument("--recipe", default="w4a8")
     parser.add_argument("--target", default="cpu")
+    parser.add_argument("--ranks", type=int, default=1, help="processes or GPUs that share the model")
     parser.add_argument("--clients", type=lambda text: [int(count) for count in text.split(",")])
     parser.add_argument("--seconds", type=float, default=100.0, help="of each number of clients")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
@@ -68,14 +69,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         artifact = Path(folder) / given.model.name
         console.log(f"building for {given.target}")
-        qcompile.build(str(given.model), artifact, recipe=given.recipe, target=given.target)
+        options = {"shard.ranks": str(given.ranks)}
+        qcompile.build(str(given.model), artifact, recipe=given.recipe, target=given.target, options=options)
         console.log(f"answers of {most} prompts alone")
         wanted = alone(artifact, prompts(most), given.tokens)
-        options = ["--max-batch", str(given.max_batch), "--max-waiting", str(most)]
-        with started(str(artifact), options) as server:
+        served = ["--max-batch", str(given.max_batch), "--max-waiting", str(most)]
+        with started(str(artifact), served) as server:
             levels = asyncio.run(measure(server["url"], wanted, given.tokens, given))
     where = {"target": given.target} | ({} if given.target.startswith("cpu") else _gpu())
-    facts = {"model": given.model.name, "recipe": given.recipe, "answer_tokens": given.tokens}
+    facts = {"model": given.model.name, "recipe": given.recipe, "ranks": given.ranks, "answer_tokens": given.tokens}
     facts |= {"max_batch": given.max_batch, "different_answers": len(set(wanted.values())), "note": given.note}
     write_result(given.out, {**where, **facts, "levels": levels})
     print(json.dumps(levels))
