@@ -510,7 +510,10 @@ def _head(graph: Graph) -> str | None:
             return None
         node = read[0]
     given = ops.operands(node)
-    weight = given.weight.args[0] if ops.name_of(given.weight.target) == "quantize_weight" else None
+    whole = given.weight  # of all ranks
+    while ops.name_of(whole.target) == "take_parts":
+        whole = ops.operand(whole, "weight")
+    weight = ops.operand(whole, "w") if ops.name_of(whole.target) == "quantize_weight" else None
     stored = weight is not None and weight.op == "get_attr" and (given.bias is None or given.bias.op == "get_attr")
     return node.name if stored and given.x.meta["storage"]["rows"] == "outputs" else None
 

@@ -26,12 +26,12 @@ from tests.support.interpreted import interpreted
 from tests.support.ranks import TWO
 from tests.support.tiny import Chunk
 
-SHAPE: dict[str, Any] = {"vocab": 96, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "layers": 1}
+SHAPE: dict[str, Any] = {"vocab": 128, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "layers": 1}
 FEW = 4
 """Most rows of a sum that all ranks compute, here: steps have more, and fewer."""
 
 
-def interpret(late_norms: bool) -> None:
+def interpret(late_norms: bool, divided_head: bool) -> None:
     """States of a text in steps of many rows and of few, and the logits that the head makes of them."""
     from tests.support.exchanges import Exchanging, shared, together
     from tests.support.gpu_machine import HostDriver
@@ -39,7 +39,7 @@ def interpret(late_norms: bool) -> None:
 
     layouts.FEW_ROWS = FEW
     graph = decoder(**SHAPE, late_norms=late_norms)
-    passes = configure(recipes.get_recipe("bf16").settings(kind="cuda"), TWO)
+    passes = configure(recipes.get_recipe("bf16").settings(kind="cuda"), TWO | {"shard.head": str(divided_head)})
     graphs, _ = run_passes(graph, passes[1:])
     table = WeightTable(GPU_PACKING)
     first = padded_program(lower(graphs[-1], table))
@@ -49,7 +49,7 @@ def interpret(late_norms: bool) -> None:
     assert not why_not({"hidden": plans[0].hidden, "sums": plans[0].sums})
     sums, ids = plans[0].sums, [7 * i % 90 for i in range(20)]
     memory = [shared(-(-(sums["data"] + 64 * sums["group"]) // 8), dtype=torch.int64) for _ in programs]
-    states, logits = [shared(2, 20, 256) for _ in memory], [shared(20, 96) for _ in memory]
+    states, logits = [shared(2, 20, 256) for _ in memory], [shared(20, 128) for _ in memory]
 
     def work(own: Exchanging) -> None:
         plan = plans[own.rank]
@@ -83,6 +83,6 @@ def interpret(late_norms: bool) -> None:
     assert (want - logits[0]).abs().max() < 0.02 * want.abs().max()  # as on one GPU (test_hidden.py)
 
 
-@pytest.mark.parametrize("late_norms", [False, True])
-def test_all_ranks_have_the_states_that_the_head_reads_interpreted(late_norms: bool) -> None:
-    interpreted(__name__, f"interpret({late_norms})")
+@pytest.mark.parametrize(("late_norms", "divided_head"), [(False, True), (True, False)])
+def test_all_ranks_have_the_states_that_the_head_reads_interpreted(late_norms: bool, divided_head: bool) -> None:
+    interpreted(__name__, f"interpret({late_norms}, {divided_head})")
