@@ -72,8 +72,8 @@ class PromptReader:
         width = self._engine.executor.embed_width
         if not width:
             raise UsageError(
-                "this artifact takes no prompt_embeds: those for CPUs do, if the model reads tokens for one table of"
-                " embeddings only, and no pass has changed it"
+                "this artifact takes no prompt_embeds: those for CPUs and for one GPU do, if the model reads tokens for"
+                " one table of embeddings only, and no pass has changed it"
             )
         if prompt.shape[1] != width:
             raise UsageError(f"prompt_embeds must be [tokens, {width}], and have shape {list(prompt.shape)}")

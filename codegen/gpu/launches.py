@@ -126,7 +126,8 @@ class LaunchPlan:
     the model returns to a head.
     `slot_bytes`: of a sequence's recurrent states, if there are any. `sums`: of a divided model, its ranks, where
     groups of rows and gathered logits begin in peer memory, bytes of such a group, and of the state of exchanges
-    (codegen/gpu/peer_memory.py). `hidden`: where final hidden states are (codegen/gpu/hidden.py).
+    (codegen/gpu/peer_memory.py). `hidden`: where final hidden states are (codegen/gpu/hidden.py). `embeds`: how rows
+    have embeddings of their own (codegen/gpu/embeds.py).
     """
 
     target: Target
@@ -142,6 +143,7 @@ class LaunchPlan:
     slot_bytes: int = 0
     sums: Mapping[str, int] = field(default_factory=dict)
     hidden: Mapping[str, Any] = field(default_factory=dict)
+    embeds: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def limits(self) -> SplitLimits:
@@ -220,6 +222,7 @@ class LaunchPlan:
             "features": self.features,
             "reads_features": program.reads_features,
             **({"sums": dict(self.sums)} if self.sums else {}),
+            **({"embeds": dict(self.embeds)} if self.embeds else {}),
         }
         return json.dumps(data, sort_keys=True, indent=1) + "\n"
 

@@ -47,6 +47,7 @@ from qcompile.codegen.gpu import (
 )
 from qcompile.codegen.gpu.attention_splits import MIN_LEAF_POSITIONS
 from qcompile.codegen.gpu.context import PlanContext
+from qcompile.codegen.gpu.embeds import embeds_of
 from qcompile.codegen.gpu.fuse import fuse
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
@@ -103,7 +104,12 @@ def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool
         planned = launches_of(context, call)
         launches += map(features.if_featured, planned) if number in featured else planned
     around = (feedback_launch(),), (follow_launch(),)
-    facts: dict[str, Any] = {"sums": sums_of(context), "hidden": hidden_of(context), "features": program.features}
+    facts: dict[str, Any] = {
+        "sums": sums_of(context),
+        "hidden": hidden_of(context),
+        "embeds": embeds_of(context),
+        "features": program.features,
+    }
     facts["drafting"] = head_draft_launches() if program.reads_features else ()
     return LaunchPlan(target, kvs, split, tuple(launches), *around, slot_bytes=program.states.slot_bytes, **facts)
 

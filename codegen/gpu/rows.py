@@ -18,6 +18,8 @@ MAX_WIDTH = 1 << 16
 ARGMAX_PART = 4096
 """Logits per program in the search for the largest."""
 MIN_BLOCK = 32
+GIVEN = 1 << 30
+"""Rows of an `index` from here on are not those of the table: they are given with the step (RowSpec.given)."""
 PDL_EARLY_ROWS = 8
 """Most rows for which a row kernel triggers the next kernel's launch before it waits for the previous one (PDL)."""
 _TYPES = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "q8": "*i8", "i8": "*i8"}
@@ -50,7 +52,8 @@ class RowSpec:
     """out[row] = write(norm(map(load(x, row)))) for rows of `width` elements. Strides are in elements.
 
     - load: reads the row; with `indexed` the row `index[row]`, limited to `last` if that is not 0. Rows in i8 are those
-      of a weight packed as w8_sym_channel, of `x_stride` inputs with their padding, times their `row_scale`. With
+      of a weight packed as w8_sym_channel, of `x_stride` inputs with their padding, times their `row_scale`.
+      With `given` a row GIVEN + i of `index` is row i of the f32 rows at the address `embeds`, times that number. With
       `gated`, the name of an activation, it computes act(gate) * up of 2 `width` bf16 columns, in alternating blocks.
     - map: applies `unary` (of ops.UNARY, or of ops.CURVES with the parameters `curve`), raises to `power` (of
       ops.POWERS; 0: not), clamps to `low` and `high`, adds `offset`, applies `binary`, and multiplies by `factor`.
@@ -78,6 +81,7 @@ class RowSpec:
     out: str = "f32"
     indexed: bool = False
     last: int = 0
+    given: float = 0.0
     gated: str = ""
     unary: str = ""
     power: float = 0.0
@@ -162,6 +166,7 @@ class RowSpec:
             amax_block=1 << (self.amax_parts - 1).bit_length() if self.amax_parts else 0,
             pdl_early_rows=PDL_EARLY_ROWS,
             gate_block=GATE_BLOCK,
+            first_given=GIVEN,
             packing=GPU_BYTES,
             block_rows=BLOCK_ROWS,
             **shared,
@@ -173,7 +178,7 @@ class RowSpec:
     def _arguments(self) -> list[Argument]:
         """The kernel's arguments but those of an exchange."""
         arguments = [Argument("x", _TYPES[self.x]), Argument("out", _TYPES[self.out])]
-        arguments += [Argument("index", "*i32")] * self.indexed
+        arguments += [Argument("index", "*i32")] * self.indexed + [Argument("embeds", "*i32")] * bool(self.given)
         arguments += [Argument("row_scale", "*fp32")] * (self.x == "i8")
         arguments += [Argument("curve", "*fp32")] * bool(self.curve)
         arguments += [Argument("weight", "*fp32")] * self.weight + [Argument("bias", "*fp32")] * self.bias

@@ -36,6 +36,14 @@ _PEAKS = {"memory": "memory_gb_s", "int8": "int8_gops", "f32": "f32_gflops", "bf
 """Names of peak rates in a plan, in the order of `probe`."""
 
 
+def _check(plan: Mapping[str, Any], limits: Limits) -> None:
+    """Raises ArtifactError for a plan of another version, and UsageError for steps of more rows than it takes."""
+    if plan.get("abi") != GPU_ABI:
+        raise ArtifactError(f"GPU plan {plan.get('abi')}, this qcompile has {GPU_ABI}: build the artifact again")
+    if limits.max_tokens > plan["most_rows"]:
+        raise UsageError(f"{limits.max_tokens} rows a step, the artifact's kernels take {plan['most_rows']}")
+
+
 class CudaExecutor:
     """An opened model on a GPU. `step` and `decode` block until the GPU is done. Not safe for two threads.
 
@@ -44,7 +52,7 @@ class CudaExecutor:
     for recurrent states. Raises ResourceError when memory is short.
     """
 
-    threads, samples, asks_for_masks, overlaps, embed_width = 0, True, False, True, 0
+    threads, samples, asks_for_masks, overlaps = 0, True, False, True
     features: DeviceFeatures | None = None
     given: DeviceFeatures | None = None
     """What the rows of the last call return to a draft head, once wanted (`connect`), and what those of a head read."""
@@ -60,14 +68,12 @@ class CudaExecutor:
         leader: CudaExecutor | None = None,
         own_cache: bool = False,
     ) -> None:
-        if plan.get("abi") != GPU_ABI:
-            raise ArtifactError(f"GPU plan {plan.get('abi')}, this qcompile has {GPU_ABI}: build the artifact again")
-        if limits.max_tokens > plan["most_rows"]:
-            raise UsageError(f"{limits.max_tokens} rows a step, the artifact's kernels take {plan['most_rows']}")
+        _check(plan, limits)
         self.driver, self.plan, self.limits, self.kv_pages = driver, plan, limits, kv_pages
         self.preparations = driver.preparations
         self.description = {"calls": [launch["name"] for launch in plan["launches"]], "weights": plan["weights"]}
         self.hidden: HiddenStates | str = why_not(plan) or HiddenStates(plan["hidden"]["width"], self._step_hidden)
+        self.embed_width: int = plan.get("embeds", {}).get("width", 0)
         self.memory = DeviceMemory(driver, plan, limits, kv_pages)
         self.slots = DeviceSlots(driver, plan, limits, self.memory)
         self.state_slots, self.copies = self.slots.total, self.slots.copies

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from qcompile.runtime.cuda.adapters import DeviceAdapters
 from qcompile.runtime.cuda.counts import MIN_PAGES, AttentionWork, attention_work, eighths, power_of_two
 from qcompile.runtime.cuda.driver import Driver
+from qcompile.runtime.cuda.embeds import GivenEmbeds
 from qcompile.runtime.cuda.memory import DeviceMemory, PinnedNumbers
 from qcompile.runtime.outputs import MOST_DRAFTS
 from qcompile.runtime.step import Limits, Rows
@@ -17,6 +18,8 @@ _NAMES = ("counter", "token_ids", "positions", "row_sequence", "output_rows", "q
 """Arrays of at most one number a row, and some more; the block table, of pages for each sequence, follows them."""
 _STATE_NAMES = ("state_slots", "certain")
 """More of these arrays, of one number a sequence, for paths with recurrent states."""
+_EMBEDS = "embeds"
+"""One more, for paths with rows that may have embeddings in place of tokens: the two halves of their address."""
 _ADAPTERS = "adapters"
 """One more, for paths with linears that adapters may change: the number of each sequence's adapter, 0 for none."""
 
@@ -54,9 +57,11 @@ class StepInputs:
         self._plan, self._limits, self._memory, self._spare, self._repeated = plan, limits, memory, spare, repeated
         self._most_pages = power_of_two(limits.pages_for(limits.max_position + MOST_DRAFTS))
         names = _NAMES + _STATE_NAMES * (plan["slot_bytes"] > 0)
+        names += (_EMBEDS,) * ("embeds" in plan)
         names += (_ADAPTERS,) * any(launch["by"] == "adapted" for launch in plan["launches"])
         self.adapters: DeviceAdapters | None = None
         """The adapters that sequences may have; None if there are none."""
+        self._embeds = GivenEmbeds(driver, plan["embeds"]) if "embeds" in plan else None
         self._offsets = {name: i * (memory.rows + 4) for i, name in enumerate((*names, "block_table"))}
         self._hosts = PinnedNumbers(driver), PinnedNumbers(driver)
         self._address = 0
@@ -97,6 +102,10 @@ class StepInputs:
             "query_start": starts,
             "prompt_start": starts[decoding.sequences :],
         }
+        if self._embeds:
+            self._embeds.begin(turn)
+            if any(rows.embeds is not None for rows in sequences):
+                values["token_ids"], values[_EMBEDS] = self._embeds.write(sequences, turn)
         if "certain" in self._offsets:
             values["state_slots"] = [rows.slot for rows in sequences]
             values["certain"] = [self._certain(rows) for rows in sequences]
@@ -148,5 +157,7 @@ class StepInputs:
 
     def free(self) -> None:
         """Free the host copies; the memory on the GPU belongs to DeviceMemory."""
+        if self._embeds:
+            self._embeds.free()
         for host in self._hosts:
             host.free()

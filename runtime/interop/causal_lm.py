@@ -147,9 +147,9 @@ class CompiledCausalLM(torch.nn.Module):
         options: fields of GenerationConfig. attention_mask [batch, tokens]: 0 for padding, on either side. With
         do_sample, tokens are drawn from seeds of torch's generator: `torch.manual_seed` repeats them.
         stopping_criteria: called with each sequence alone, [1, tokens], after each of its tokens, and None as scores.
-        streamer: for one sequence. inputs_embeds [batch, tokens, width]: instead of tokens, on CPUs; then the result
-        has the new tokens alone. tokenizer: not needed. Raises UnsupportedError for what a compiled model cannot do
-        (beams, logits processors, assistants, scores), UsageError.
+        streamer: for one sequence. inputs_embeds [batch, tokens, width]: instead of tokens, on CPUs and one GPU; then
+        the result has the new tokens alone. tokenizer: not needed. Raises UnsupportedError for what a compiled model
+        cannot do (beams, logits processors, assistants, scores), UsageError.
         """
         given = input_ids if inputs is None else inputs
         if token_type_ids is not None and bool(token_type_ids.any()):

@@ -26,7 +26,15 @@ from tests.support.interpreted import interpreted
 from tests.support.ranks import TWO
 from tests.support.tiny import Chunk
 
-SHAPE: dict[str, Any] = {"vocab": 128, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "layers": 1}
+SHAPE: dict[str, Any] = {
+    "vocab": 128,
+    "hidden": 256,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "ffn": 256,
+    "layers": 1,
+}
 FEW = 4
 """Most rows of a sum that all ranks compute, here: steps have more, and fewer."""
 
