@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,15 @@ from qcompile import ops
 from qcompile.passes.raising import values
 from qcompile.passes.raising.builder import Builder, feature_sizes
 from qcompile.passes.raising.facts import LENGTHS, Facts, Known
-from qcompile.passes.raising.nodes import Arguments, is_call, is_over_last, operator_name, strip
+from qcompile.passes.raising.nodes import (
+    TRANSPARENT,
+    Arguments,
+    is_call,
+    is_over_last,
+    operator_name,
+    strip,
+    unsupported,
+)
 from qcompile.passes.raising.values import Value, identity, operator_of
 
 SPREADING = ("view", "reshape", "unsqueeze", "expand")
@@ -201,13 +210,30 @@ def _largest(item: Any, rank: int) -> int | None:
 def _never_chosen(node: fx.Node, hidden: float | None, scores: Value, left: int) -> bool:
     """Whether readers of the scores never pick one of those set to `hidden`, given that `left` others remain.
 
-    Softmax outputs are positive, and nothing is below minus infinity.
+    Softmax outputs are positive, and nothing is below minus infinity. Raises UnsupportedError if more than `left` of
+    scores that are minus infinity otherwise are picked: torch does not say which of equal ones.
     """
     if hidden == float("-inf"):
+        chosen = [user for user in _readers(node) if is_call(user, "topk")]
+        more = next((user for user in chosen if not _at_most(user.args[1], left)), None)
+        if more is not None:
+            raise unsupported(more, f"chooses {more.args[1]} experts, and the best groups have {left}")
         return True
     positive = hidden == 0 and operator_of(scores) == "softmax" and bool((scores.terms["coef"] > 0).all())
-    chosen: list[Any] = [user.args[1] if is_call(user, "topk") else left + 1 for user in node.users]
-    return positive and all(isinstance(count, int) and count <= left for count in chosen)
+    return positive and all(is_call(user, "topk") and _at_most(user.args[1], left) for user in node.users)
+
+
+def _at_most(count: Any, left: int) -> bool:
+    return isinstance(count, int) and count <= left
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators that read `node`, or a copy of it."""
+    for user in node.users:
+        if operator_name(user) in TRANSPARENT:
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _group_choice(facts: Facts, mask: Any, experts: int) -> tuple[fx.Node, int] | None:

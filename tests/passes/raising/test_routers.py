@@ -105,6 +105,13 @@ def test_what_judges_or_hides_otherwise_is_refused(router: tuple[Judge, Judge, f
         raise_module(modules.randomized(Router(*router)))
 
 
+def test_more_experts_than_the_best_groups_have_are_refused() -> None:
+    right = modules.randomized(Router(torch.sigmoid, best_two, -torch.inf, 6))
+    assert used(raise_module(right))["limit_groups"] == 1
+    with pytest.raises(UnsupportedError, match=r"node topk\w*: topk chooses 7 experts, and the best groups have 6"):
+        raise_module(modules.randomized(Router(torch.sigmoid, best_two, -torch.inf, 7)))
+
+
 def test_a_mask_laid_out_otherwise_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="has no counterpart"):
         raise_module(modules.randomized(Dealt(softmax, best, 0.0)))
