@@ -56,9 +56,11 @@ def run_batch(
     """
     texts.check(file)
     try:
+        from qcompile.runtime.parsers.formats import check_parsers
         from qcompile.runtime.server import app  # noqa: F401  (before the model is loaded)
     except ModuleNotFoundError as error:
         raise ResourceError(f"run-batch needs {error.name}: pip install 'qcompile[serve]'") from error
+    check_parsers(answering.tool_parser, answering.reasoning_parser)
     batch = read(file)
     with results(output, batch) as (written, kept):
         batch.keep(kept)

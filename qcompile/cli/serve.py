@@ -33,12 +33,14 @@ def serve(
     """
     try:
         from qcompile.cli.serve_model import ModelToServe, serve_model
+        from qcompile.runtime.parsers.formats import check_parsers
         from qcompile.runtime.server import app, logs
     except ModuleNotFoundError as error:
         raise ResourceError(f"serving needs {error.name}: pip install 'qcompile[serve]'") from error
 
     keys = _api_keys(serving)
     _check_sleep(serving, keys)
+    check_parsers(serving.tool_parser, serving.reasoning_parser)
     logs.configure(logging.level, logging.form)
     check_traces(logging)
     say = logs.tell if logging.form == "json" else lambda text: console.log(f"qcompile: {text}")

@@ -132,6 +132,12 @@ def reasoning_tags(template: str, name: str | None = None) -> ReasoningTags | No
     return next((tags for tags in REASONING_FORMATS.values() if tags.closing in template), None)
 
 
+def check_parsers(tool_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raise UsageError if there is no format of one of these names."""
+    tool_format("", tool_parser)
+    reasoning_tags("", reasoning_parser)
+
+
 def _named(formats: dict[str, Format], name: str, option: str) -> Format:
     if name not in formats:
         raise UsageError(f"there is no {option} {shown(name)}: use one of {', '.join((*formats, NONE))}")

@@ -26,6 +26,7 @@ from qcompile.runtime.chat import Render, closing_tokens
 from qcompile.runtime.dialogue import DialogueFormat
 from qcompile.runtime.infill import infill_tokens
 from qcompile.runtime.llm import LLM
+from qcompile.runtime.parsers.formats import check_parsers
 from qcompile.runtime.sampling.params import SamplingParams
 from qcompile.runtime.server import answers, api
 from qcompile.runtime.server.access import admits, as_bytes, check_sleep, key_of
@@ -102,6 +103,7 @@ class Served:
     def dialogues(self) -> DialogueFormat | None:
         """How conversations are written and read; None without a template. Raises UsageError for unknown parsers."""
         if self.template is None:
+            check_parsers(self.tool_parser, self.reasoning_parser)
             return None
         return DialogueFormat(self.template, self.llm.tokenizer, self.tool_parser, self.reasoning_parser)
 

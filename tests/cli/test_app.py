@@ -453,6 +453,12 @@ def test_serve_refuses_an_empty_key(capsys: Capture, tiny_artifact: Build, monke
     assert "API key is empty" in refusal(capsys, 2, *serve)
 
 
+@pytest.mark.parametrize("command", [["serve", "no_such"], ["run-batch", "no_such", __file__, "-o", "no_such"]])
+def test_unknown_parsers_are_refused_before_a_model_is_opened(command: list[str], capsys: Capture) -> None:
+    line = refusal(capsys, 2, *command, "--tool-parser", "hermess")
+    assert "there is no tool-parser 'hermess': use one of " in line
+
+
 def test_serve_lets_a_model_sleep_only_with_a_key(capsys: Capture) -> None:
     assert "give an API key" in refusal(capsys, 2, "serve", "nowhere", "--port", "0", "--enable-sleep")
 

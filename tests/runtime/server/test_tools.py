@@ -257,8 +257,9 @@ def test_an_unknown_parser_is_refused_before_the_server_begins() -> None:
     template = ChatTemplate({"default": TEMPLATE}, {})
     with fake_llm(tokenizer=TOKENIZER) as llm, app.bind("127.0.0.1", 0) as listening:
         for options in ({"tool_parser": "x"}, {"reasoning_parser": "x"}):
-            with pytest.raises(UsageError, match=r"there is no (tool|reasoning)-parser 'x': use one of "):
-                app.serve(app.Served(llm, "tiny", template, **options), listening)
+            for given in (template, None):  # completions need no template
+                with pytest.raises(UsageError, match=r"there is no (tool|reasoning)-parser 'x': use one of "):
+                    app.serve(app.Served(llm, "tiny", given, **options), listening)
         assert llm.generate("x", max_tokens=1)
 
 
