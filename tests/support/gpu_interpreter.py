@@ -66,6 +66,7 @@ class Interpreter:
         self.fine, self.few, self.shares = limits.fine_splits, limits.few_splits, limits.shares
         self.near = NEAR_SPLITS
         self.inputs: dict[str, Tensor] = {"counter": torch.zeros(1, dtype=torch.int32)}
+        self.inputs["embeds"] = torch.zeros(2, dtype=torch.int32)  # the address of none
 
     def step(self, chunks: Sequence[Chunk], outputs: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [outputs, vocab] and the index of each row's largest."""
