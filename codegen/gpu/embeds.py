@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from qcompile.codegen.calls import AllGather, AllReduce, Embed
-from qcompile.codegen.gpu.context import PlanContext
 from qcompile.codegen.gpu.rows import GIVEN
+from qcompile.codegen.program import Program
 
 
-def given_factor(context: PlanContext, c: Embed) -> float:
-    """What multiplies embeddings that a step gives in place of a token's; 0 if it may give none.
+def for_one_gpu(program: Program) -> Program:
+    """`program`, in which no row may have an embedding of its own if several GPUs compute it together.
 
-    A divided model has none: the memory of the host in which they are belongs to one process.
+    The host's memory in which embeddings are belongs to one process, and each GPU has its own.
     """
-    divided = any(isinstance(call, AllGather | AllReduce) for call in context.program.calls)
-    return 0.0 if divided else c.given
+    if not any(isinstance(call, AllGather | AllReduce) for call in program.calls):
+        return program
+    calls = tuple(replace(call, given=0.0) if isinstance(call, Embed) else call for call in program.calls)
+    return replace(program, calls=calls)
 
 
-def embeds_of(context: PlanContext) -> dict[str, Any]:
+def embeds_of(program: Program) -> dict[str, Any]:
     """What the runtime needs to give embeddings (runtime/cuda/embeds.py); empty if a step may give none.
 
     Rows have `width` numbers. Token number `first` + i stands for row i of those of a step.
     """
-    calls = [call for call in context.program.calls if isinstance(call, Embed)]
-    call = next((call for call in calls if given_factor(context, call)), None)
-    return {"width": context.buffer(call.out).width, "first": GIVEN} if call else {}
+    call = next((call for call in program.calls if isinstance(call, Embed) and call.given), None)
+    return {"width": program.buffer(call.out).width, "first": GIVEN} if call else {}

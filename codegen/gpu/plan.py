@@ -47,7 +47,7 @@ from qcompile.codegen.gpu import (
 )
 from qcompile.codegen.gpu.attention_splits import MIN_LEAF_POSITIONS
 from qcompile.codegen.gpu.context import PlanContext
-from qcompile.codegen.gpu.embeds import embeds_of
+from qcompile.codegen.gpu.embeds import embeds_of, for_one_gpu
 from qcompile.codegen.gpu.fuse import fuse
 from qcompile.codegen.gpu.gemm import tiles
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
@@ -96,7 +96,7 @@ def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool
     split = split or min(tiles.split_positions(kv) for kv in layers)
     leaves = max(1, min(LEAVES, split // MIN_LEAF_POSITIONS))
     kvs = tuple(replace(kv, most_leaves=min(kv.most_leaves, leaves)) for kv in layers)
-    program = fuse(program)
+    program = fuse(for_one_gpu(program))
     context = PlanContext(program, kvs, split, target, inline_asm)
     featured = only_for_features(program.calls)
     launches: list[Launch] = []
@@ -107,7 +107,7 @@ def make_plan(program: Program, target: Target, split: int = 0, inline_asm: bool
     facts: dict[str, Any] = {
         "sums": sums_of(context),
         "hidden": hidden_of(context),
-        "embeds": embeds_of(context),
+        "embeds": embeds_of(program),
         "features": program.features,
     }
     facts["drafting"] = head_draft_launches() if program.reads_features else ()

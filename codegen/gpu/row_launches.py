@@ -22,7 +22,6 @@ from qcompile.codegen.calls import (
 )
 from qcompile.codegen.gpu import fused
 from qcompile.codegen.gpu.context import PlanContext, amax_ref, single_launch, weight_refs
-from qcompile.codegen.gpu.embeds import given_factor
 from qcompile.codegen.gpu.gemm.tile import DECODE_TOKENS
 from qcompile.codegen.gpu.launches import Launch, Variant
 from qcompile.codegen.gpu.operands import (
@@ -83,10 +82,9 @@ def embed(context: PlanContext, c: Embed) -> Iterator[Launch]:
     width = context.buffer(c.out).width
     index, last = {"tokens": ("token_ids", 0), "positions": ("positions", c.vocab - 1)}[c.index]
     stride = GPU_BYTES.padded_inputs(width) if c.row_scale else width
-    given = given_factor(context, c)
-    spec = RowSpec(width, stride, 0, c.table_dtype, indexed=True, last=last, given=given, factor=c.scale)
+    spec = RowSpec(width, stride, 0, c.table_dtype, indexed=True, last=last, given=c.given, factor=c.scale)
     operands: Operands = {"index": InputRef(index), **weight_refs(row_scale=c.row_scale)}
-    if given:
+    if c.given:
         operands["embeds"] = InputRef("embeds")
     yield row_launch(context, written_to(context, c.out, spec), c.name, WeightRef(c.table), c.out, operands)
 

@@ -36,8 +36,11 @@ class GivenEmbeds:
             self._driver.record(self._passed[1 - turn])
 
     def write(self, sequences: Sequence[Rows], turn: int) -> tuple[list[int], list[int]]:
-        """Take the embeddings of a step of `turn`. Returns the tokens of its rows, and the address of the embeddings as
-        two numbers, the lower 32 bits first. Raises ResourceError if there is no memory for them."""
+        """Take the embeddings of a step of `turn`, [rows, width] of each sequence that has some.
+
+        Returns the tokens of the step's rows, and the address of the embeddings as two numbers, the lower 32 bits
+        first. Raises ResourceError if there is no memory for them.
+        """
         given = [rows.embeds for rows in sequences if rows.embeds is not None]
         copy = self._room(sum(map(len, given)), turn)
         tokens: list[int] = []
@@ -49,7 +52,8 @@ class GivenEmbeds:
             tokens += range(self._first + at, self._first + at + count)
             tokens += rows.tokens[count:]
             at += count
-        return tokens, list(np.array([copy.ctypes.data], np.int64).view(np.int32).tolist())
+        halves: list[int] = np.array([copy.ctypes.data], np.int64).view(np.int32).tolist()
+        return tokens, halves
 
     def _room(self, rows: int, turn: int) -> FloatArray:
         """The copy of a turn, with room for `rows` rows, when no step reads it any more."""

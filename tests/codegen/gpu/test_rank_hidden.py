@@ -54,6 +54,7 @@ def interpret(late_norms: bool, divided_head: bool) -> None:
     programs = rank_programs(first, other_ranks(graphs, passes), table, padded_program)
     blobs = {name: blob for w in table.weights for (name, _), blob in zip(w.blobs, w.produce(), strict=True)}
     plans = [make_plan(program, TARGETS["h200"], split=64, inline_asm=False) for program in programs]
+    assert not any(plan.embeds for plan in plans)  # they would be in the memory of one rank
     assert not why_not({"hidden": plans[0].hidden, "sums": plans[0].sums})
     sums, ids = plans[0].sums, [7 * i % 90 for i in range(20)]
     memory = [shared(-(-(sums["data"] + 64 * sums["group"]) // 8), dtype=torch.int64) for _ in programs]
